@@ -37,7 +37,7 @@ wheels: setup ## puts all that `make train` installs into the folder wheels, for
 	pip download --no-deps --no-build-isolation --no-binary horovod -d wheels "$$(grep '^horovod==' constraints.txt | cut -d' ' -f1)"
 
 launchers: setup-test ## the matrix: every engine under every launcher, two processes, the same losses (6 minutes)
-	python -m tests.launchers
+	$(PYTEST) -n 0 tests/engines/test_launchers.py -k cells
 
 portability: setup-test ## save under every engine, go on under others (10 minutes; every pair: python -m tests.portability --whole)
 	python -m tests.portability
@@ -65,7 +65,6 @@ format: setup-test ## rewrites the sources as `make lint` wants them
 
 equivalence: setup-test ## every engine beside one process, losses and weights: the tables of docs/promise.md (more than an hour)
 	python -m tests.equivalence
-	python -m tests.features
 
 bench: setup-test ## dsframe beside hand-written loops, Accelerate, Lightning and the HF Trainer, in turns: ratios, memory, losses
 	python -m pip install -q --no-build-isolation -c constraints.txt -c .setup/torch.txt -e '.[bench]'

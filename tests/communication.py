@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest import mock
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,43 +35,10 @@ class Traffic:
 
 
 _SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "wait_tensor", "_wrap_tensor_autograd"})
-# Operator -> kind, and the number of the argument that is the payload.
-_OPERATORS = {
-    "allreduce_": ("all-reduce", 0),
-    "allreduce_coalesced_": ("all-reduce", 0),
-    "_allgather_base_": ("all-gather", 0),
-    "allgather_": ("all-gather", 0),
-    "allgather_coalesced_": ("all-gather", 0),
-    "allgather_into_tensor_coalesced_": ("all-gather", 0),
-    "_reduce_scatter_base_": ("reduce-scatter", 1),
-    "reduce_scatter_": ("reduce-scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "alltoall_base_": ("all-to-all", 1),
-    "alltoall_": ("all-to-all", 1),
-    "send": ("send", 0),
-    "recv_": ("receive", 0),
-    "recv_any_source_": ("receive", 0),
-}
-_PIECES = {"gather_": ("gather", 1), "scatter_": ("scatter", 0)}
-"""These have every rank's piece on the root alone: the piece that each rank has is counted, times the ranks."""
-_FUNCTIONAL = {
-    "all_reduce": "all-reduce",
-    "all_reduce_": "all-reduce",
-    "all_reduce_coalesced": "all-reduce",
-    "all_reduce_coalesced_": "all-reduce",
-    "all_gather_into_tensor": "all-gather",
-    "all_gather_into_tensor_coalesced": "all-gather",
-    "all_gather_into_tensor_out": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced": "reduce-scatter",
-    "reduce_scatter_tensor_out": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-}
-"""Functional collectives: the first argument is what goes in, the last the group's name (but for ``out``)."""
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "send", "recv")
+"""A kind's operators begin with its name, as ``allgather_into_tensor_coalesced_`` and ``_reduce_scatter_base_`` do."""
+_INTO_ANOTHER = ("reduce-scatter", "all-to-all")
+"""Kinds whose operators of ``c10d`` have the payload in their second argument."""
 _HOROVOD = {
     "_allreduce_async": "all-reduce",
     "_grouped_allreduce_async": "all-reduce",
@@ -102,28 +67,19 @@ class Communication(TorchDispatchMode):
         if operator.namespace == "c10d" and name not in _SILENT:
             self._count_c10d(name, args)
         elif operator.namespace == "_c10d_functional" and name not in _SILENT:
-            self._count_functional(name, args, kwargs or {})
+            self._count_functional(name, args)
         return operator(*args, **(kwargs or {}))
 
     def _count_c10d(self, name, args):
-        group = next(group for group in map(_group, args) if group is not None)
-        if name in _PIECES:
-            kind, position = _PIECES[name]
-            self.add(kind, _bytes(args[position]) * group.size())
-            return
-        if name not in _OPERATORS:
-            raise NotImplementedError(f"c10d::{name} is a collective that dsframe cannot count yet")
-        kind, position = _OPERATORS[name]
-        self.add(kind, _bytes(args[position]))
+        kind = _kind_of(name)
+        self.add(kind, _bytes(args[kind in _INTO_ANOTHER]))
 
-    def _count_functional(self, name, args, kwargs):
-        if name not in _FUNCTIONAL:
-            raise NotImplementedError(f"_c10d_functional::{name} is a collective that dsframe cannot count yet")
+    def _count_functional(self, name, args):
+        """The first argument is what goes in, the last the group's name, but for ``out``."""
+        kind = _kind_of(name)
         label = next(value for value in reversed(args) if isinstance(value, str))
-        group = distributed_c10d._resolve_process_group
-        ranks = group(label).size()
-        pieces = ranks if _FUNCTIONAL[name] == "all-gather" else 1
-        self.add(_FUNCTIONAL[name], _bytes(args[0]) * pieces)
+        ranks = distributed_c10d._resolve_process_group(label).size()
+        self.add(kind, _bytes(args[0]) * (ranks if kind == "all-gather" else 1))
 
     def __enter__(self):
         horovod = sys.modules.get("horovod.torch.mpi_ops")
@@ -150,10 +106,10 @@ def _bytes(tensors):
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
-def _group(argument):
-    if isinstance(argument, torch.ScriptObject):
-        try:
-            return dist.ProcessGroup.unbox(argument)
-        except (RuntimeError, TypeError):  # a ReduceOp
-            return None
-    return None
+def _kind_of(name):
+    """Raises NotImplementedError for a collective of another kind."""
+    plain = name.replace("_", "")
+    for kind in _KINDS:
+        if plain.startswith(kind.replace("-", "")):
+            return kind
+    raise NotImplementedError(f"{name} is a collective that dsframe cannot count yet")

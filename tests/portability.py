@@ -55,7 +55,6 @@ SETUPS = {
     "fsdp@2": Setup("fsdp", 2),
     "fsdp@3": Setup("fsdp", 3),
     "horovod@2": Setup("horovod", 2),
-    "horovod@1": Setup("horovod", 1),
     "zero0@2": Setup("deepspeed", 2, ("zero_optimization.stage=0",)),
     "zero1@2": Setup("deepspeed", 2, ("zero_optimization.stage=1",)),
     "zero2@2": Setup("deepspeed", 2, ("zero_optimization.stage=2",)),
@@ -64,8 +63,6 @@ SETUPS = {
     "zero3+cpu@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", *_OFFLOAD)),
     "zero3+nvme@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", *_NVME)),
     "zero3@1": Setup("deepspeed", 1, ("zero_optimization.stage=3",)),
-    "zero3@4": Setup("deepspeed", 4, ("zero_optimization.stage=3",)),
-    "horovod@3": Setup("horovod", 3),
     # DeepSpeed counts tensor-parallel ranks in train_batch_size: each step takes 12 samples here, too.
     "tp@2": Setup(
         "deepspeed", 2, ("tensor_parallel.autotp_size=2", "zero_optimization.stage=1", "train_batch_size=24")
@@ -75,14 +72,10 @@ SETUPS = {
     "sequence+zero1@2": Setup("deepspeed", 2, (_SEQUENCE, "zero_optimization.stage=1")),
     "llama single@1": Setup("single", 1, model="llama"),
     "llama ddp@3": Setup("ddp", 3, model="llama"),
-    "llama zero3@2": Setup("deepspeed", 2, ("zero_optimization.stage=3",), "llama"),
     "llama sequence+zero1@2": Setup("deepspeed", 2, (_SEQUENCE, "zero_optimization.stage=1"), "llama"),
     "llama sequence+zero3@4": Setup("deepspeed", 4, (_SEQUENCE, "zero_optimization.stage=3"), "llama"),
     "llama pipeline@2": Setup("deepspeed", 2, ("zero_optimization.stage=0", "pipeline.stages=2"), "llama"),
-    "mixtral single@1": Setup("single", 1, model="mixtral"),
     "mixtral ddp@3": Setup("ddp", 3, model="mixtral"),
-    "mixtral fsdp@2": Setup("fsdp", 2, model="mixtral"),
-    "mixtral zero3@2": Setup("deepspeed", 2, ("zero_optimization.stage=3",), "mixtral"),
     "mixtral experts+zero0@2": Setup("deepspeed", 2, (*_EXPERTS, "zero_optimization.stage=0"), "mixtral"),
     "mixtral experts+zero2@4": Setup("deepspeed", 4, (*_EXPERTS, "zero_optimization.stage=2"), "mixtral"),
     "mixtral experts+zero3@2": Setup("deepspeed", 2, (*_EXPERTS, "zero_optimization.stage=3"), "mixtral"),
@@ -134,12 +127,11 @@ def train(
     *arguments,
     steps=STEPS,
     timeout_seconds=150,
-    limit_kilobytes=None,
     while_running=None,
 ):
     """One run in ``run_dir``; ``arguments`` are added to the command line of ``dsframe.train``.
 
-    ``limit_kilobytes``: no file of the run may grow larger. This and ``while_running`` are about processes of its own.
+    ``while_running`` is about processes of its own.
     """
     run_dir.parent.mkdir(exist_ok=True)
     config = run_dir.parent / f"portable-{setup.model}.json"
@@ -150,11 +142,9 @@ def train(
     own += arguments
     if any(override.endswith("=nvme") for override in setup.overrides):
         timeout_seconds = COMPILING_SECONDS
-    elif limit_kilobytes is None and while_running is None:
+    elif while_running is None:
         return kept.run(run_dir.parent, own[2:], setup.processes)
     command = torchrun(setup.processes, own) if setup.processes > 1 else python(own)
-    if limit_kilobytes is not None:
-        command = ["bash", "-c", f'ulimit -f {limit_kilobytes}; exec "$0" "$@"', *command]
     return run_ranks(command, timeout_seconds=timeout_seconds, cwd=run_dir.parent, while_running=while_running)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import weakref
-from collections import UserDict, deque
+from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -51,6 +50,21 @@ class Words(Rows):
         return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
 
 
+class Two(Rows):
+    """Two models, each with its own loss."""
+
+    model = dsframe.Task.model
+
+    def models(self):
+        return {"one": partial(Rows.model, self), "two": partial(nn.Linear, 8, 3)}
+
+    def losses(self):
+        return {"one": partial(self.of, "one"), "two": partial(self.of, "two")}
+
+    def of(self, name, models, inputs, targets):
+        return F.cross_entropy(models[name](inputs), targets)
+
+
 class Unregistered(Rows):
     """A layer that the model does not show: in a list."""
 
@@ -69,60 +83,34 @@ class Unregistered(Rows):
 class Penalty(Rows):
     """Reads weights in the loss."""
 
-    def __init__(self, *, whole=False):
-        self.whole_weights = whole or None
-
     def loss(self, outputs, targets):
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
 
 
 class TwoNames(Rows):
-    """One layer under two names, whole for each step; in forward it may be converted and back."""
+    """One layer under two names, whole for each step."""
 
     whole_weights = True
 
-    def __init__(self, *, converts=False):
-        self.converts = converts
-
     def model(self):
         layer = nn.Linear(8, 8)
-        if self.converts:
-            layer.register_forward_pre_hook(lambda module, _: module.half().float() and None)
         return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(8, 3))
 
 
-class CopiedInLoss(Rows):
-    """Copies the model in its loss."""
-
-    def loss(self, outputs, targets):
-        twin = copy.deepcopy(self.net).requires_grad_(False)
-        return super().loss(outputs, targets) * (1 + twin(torch.ones(2, 8)).square().mean())
-
-
-class _Listing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.scale = nn.Linear(8, 3), nn.Parameter(torch.ones(3))
-        self.weights = [self.scale]
-
-    def forward(self, rows):
-        return self.body(rows) * self.weights[0]
-
-
-class Listed(Rows):
-    """Has a weight in a list, too, and takes it from there."""
+class Gathered(Rows):
+    """Reads weights in the loss, where they are whole: how far they are from those of an earlier task (Kirkpatrick et al. 2017),
+    and a weight that is used twice."""
 
     def model(self):
-        return _Listing()
-
-
-class Gathered(Rows):
-    """Reads weights in the loss, where they are whole: a penalty, and a weight that is used twice."""
+        net = super().model()
+        for name, weight in list(net.named_parameters()):
+            net.register_buffer("earlier_" + name.replace(".", "_"), weight.detach() + 0.1)
+        return net
 
     def loss(self, outputs, targets):
         with dsframe.gathered(self.net) as net:
-            weights = dict(net.named_parameters())
-            penalty = sum(one.square().sum() for one in weights.values())
+            weights = zip(net.parameters(), net.buffers(), strict=True)
+            penalty = sum((weight - earlier).square().sum() for weight, earlier in weights)
             tied = F.linear(outputs, net[2].weight.t()).square().mean()
         return super().loss(outputs, targets) + 0.01 * penalty + 0.1 * tied
 
@@ -220,13 +208,6 @@ class Toggling(Rows):
         return _Toggling()
 
 
-class Size(Rows):
-    """Reads a weight's size in the loss, without a gradient."""
-
-    def loss(self, outputs, targets):
-        return super().loss(outputs, targets) / (1 + self.net[0].weight.data.norm())
-
-
 class _Remembering(nn.Module):
     def __init__(self, what):
         super().__init__()
@@ -267,19 +248,11 @@ class Remembers(Rows):
         return _Remembering(self.what)
 
 
-class SeveralRemember(Remembers):
+class SeveralRemember(Two):
     """Two models, of which one keeps something."""
 
-    model = dsframe.Task.model
-
     def models(self):
-        return {"one": super().model, "two": partial(nn.Linear, 8, 3)}
-
-    def losses(self):
-        return {name: partial(self._of, name) for name in ("one", "two")}
-
-    def _of(self, name, models, inputs, targets):
-        return F.cross_entropy(models[name](inputs), targets)
+        return {**super().models(), "one": Remembers().model}
 
 
 class _Looked(nn.Embedding):
@@ -303,12 +276,8 @@ class _Doubled(nn.Embedding):
         return 2 * super().forward(input)
 
 
-class _Named(nn.Embedding):
-    limit = 0.1
-
-
 class Limits(Words):
-    """Limits of a class of the user's, or of sums of rows; or an attribute of that name."""
+    """Limits of a class of the user's, or of sums of rows."""
 
     def __init__(self, *, of):
         self.of = of
@@ -316,27 +285,18 @@ class Limits(Words):
     def model(self):
         if self.of == "bag":
             return nn.Sequential(nn.EmbeddingBag(20, 8, max_norm=1.0), nn.Linear(8, 3))
-        if self.of == "name":
-            return nn.Sequential(_Named(20, 8), nn.Flatten(), nn.Linear(32, 3))
         return nn.Sequential(_Doubled(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
 
 
-class TwoTables(MaxNorm):
+class TwoTables(Two, Words):
     """Two models with limits; the second one's loss runs the first one too."""
 
-    model = dsframe.Task.model
-
     def models(self):
-        return {"one": super().model, "two": super().model}
+        return dict.fromkeys(("one", "two"), MaxNorm().model)
 
-    def losses(self):
-        return {"one": self._one, "two": self._two}
-
-    def _one(self, models, inputs, targets):
-        return F.cross_entropy(models["one"](inputs), targets)
-
-    def _two(self, models, inputs, targets):
-        return F.cross_entropy(models["two"](inputs) + models["one"](inputs), targets)
+    def of(self, name, models, inputs, targets):
+        both = (model(inputs) for model in models.values())
+        return F.cross_entropy(sum(both), targets) if name == "two" else super().of(name, models, inputs, targets)
 
 
 class _First(Rows):
@@ -558,9 +518,6 @@ class _Prototypes(nn.Module):
 class Prototypes(Rows):
     """Weights that only the loss reads: their module is never called."""
 
-    def __init__(self, *, whole=False):
-        self.whole_weights = whole or None
-
     def model(self):
         self.net = _Prototypes()
         return self.net
@@ -629,28 +586,6 @@ class Equation(Rows):
     def train_data(self):
         points = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
         return TensorDataset(points, torch.sin(points))
-
-
-class Consolidated(Rows):
-    """Stays near the weights of an earlier task, where they mattered (Kirkpatrick et al. 2017)."""
-
-    def model(self):
-        net = super().model()
-        for name, weight in list(net.named_parameters()):
-            key = name.replace(".", "_")
-            net.register_buffer(f"earlier_{key}", weight.detach() + 0.1)
-            net.register_buffer(f"importance_{key}", weight.detach().square())
-        return net
-
-    def loss(self, outputs, targets):
-        buffers = dict(self.net.named_buffers())
-        with dsframe.gathered(self.net) as net:
-            weights = {name.replace(".", "_"): weight for name, weight in net.named_parameters()}
-        moved = (
-            buffers[f"importance_{key}"] * (weight - buffers[f"earlier_{key}"]).square()
-            for key, weight in weights.items()
-        )
-        return super().loss(outputs, targets) + 5.0 * sum(one.sum() for one in moved)
 
 
 class _Recomputed(nn.Module):
@@ -750,14 +685,10 @@ class _Shared(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind, self.body, self.head = kind, nn.Linear(8, 8), nn.Linear(8, 3)
-        if kind == "mask":
-            self.register_buffer("mask", torch.tensor([True, False, True]))
         if kind == "buffer":
             self.register_buffer("copy", self.body.weight.data)
         if kind in ("attribute", "replaced"):
             self.copy = self.body.weight.detach()
-        if kind == "array":
-            self.array = self.body.weight.detach().numpy()
         if kind in ("memory", "columns"):
             whole = torch.randn(8, 16)
             self.body.weight = nn.Parameter(whole[:, :8])
@@ -765,17 +696,13 @@ class _Shared(nn.Module):
 
     def forward(self, inputs):
         hidden = self.body(inputs)
-        if self.kind == "mask":
-            return self.head(hidden) * self.mask
-        if self.kind == "array":
-            self.copy = torch.from_numpy(self.array)
         if self.kind == "replaced":  # as torch.nn.utils.spectral_norm does
             self.copy = self.body.weight / 2
         return self.head(hidden + 0.1 * F.linear(inputs, self.copy))
 
 
 class Shared(Rows):
-    """Tensors in memory that another tensor has too; and a buffer that the backward pass needs."""
+    """Tensors in memory that another tensor has too."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -1025,6 +952,14 @@ class ModelCentre(Rows):
         return loss
 
 
+class Contrastive(Rows):
+    """Each row belongs to itself, among the rows of all ranks."""
+
+    def loss(self, outputs, targets):
+        rows = self.all_rows(outputs)
+        return F.cross_entropy(4.0 * rows @ rows.t(), torch.arange(len(rows)))
+
+
 class _Growing(_Clipping):
     def on_step(self, run):
         net = self.task.net
@@ -1077,7 +1012,7 @@ class _Resetting(_Clipping):
     def on_step(self, run):
         self.calls += 1
         if self.calls == 3:
-            self.task.net[2].weight.mul_(0.5 + (run.rank if self.task.what == "rank" else 0))
+            self.task.net[2].weight.mul_(0.5)
 
 
 @torch.no_grad()
@@ -1086,11 +1021,10 @@ def _halve(module, *_):
 
 
 class Later(Rows):
-    """Writes to a weight in the third step, which is not one of those that are looked at closely."""
+    """Writes to a weight in the backward pass; or in the third step, which is not one of those that are looked at closely."""
 
     def __init__(self, what="hook"):
-        self.what, self.calls = what, 0
-        self.hooks = [_Resetting(self)] if what in ("hook", "rank") else []
+        self.what, self.hooks = what, [_Resetting(self)] if what == "hook" else []
 
     def model(self):
         net = super().model()
@@ -1098,44 +1032,22 @@ class Later(Rows):
             self.net[2].register_full_backward_hook(_halve)
         return net
 
-    def loss(self, outputs, targets):
-        self.calls += outputs.requires_grad
-        if self.what == "forward" and self.calls == 3:
-            with torch.no_grad():
-                self.net[2].bias.mul_(0.5)
-        return super().loss(outputs, targets)
 
-
-class Adversaries(Rows):
-    """Two models, of which a hook clips one."""
-
-    model = dsframe.Task.model
+class ClippedOne(Two):
+    """A hook clips one of two models."""
 
     def __init__(self):
-        self.hooks = [_ClippingOne(self)]
+        self.hooks = [_Clipping(self)]
+
+
+class Augmented(Two):
+    """One of the models has no weights, as an augmentation of pictures."""
 
     def models(self):
-        return {"maker": lambda: nn.Linear(8, 8), "critic": self._critic}
+        return {**super().models(), "augment": nn.Hardtanh}
 
-    def _critic(self):
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        return self.net
-
-    def losses(self):
-        return {"critic": self._criticise, "maker": self._make}
-
-    def _criticise(self, models, inputs, targets):
-        return models["critic"](models["maker"](inputs)).mean() - models["critic"](inputs).mean()
-
-    def _make(self, models, inputs, targets):
-        return -models["critic"](models["maker"](inputs)).mean()
-
-
-class _ClippingOne(_Clipping):
-    @torch.no_grad()
-    def on_step(self, run):
-        for one in self.task.net.parameters():
-            one.data.clamp_(-0.05, 0.05)
+    def of(self, name, models, inputs, targets):
+        return super().of(name, models, models["augment"](inputs), targets)
 
 
 class _Codebook(nn.Module):
@@ -1185,39 +1097,29 @@ class _State:
         self.hidden, self.layers = hidden, layers
 
 
-class _Slots:
-    __slots__ = ("hidden", "layers", "never")
-
-    def __init__(self, hidden, layers):
-        self.hidden, self.layers = hidden, layers
-
-
 class _Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, state):
-        return type(state)(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
+        return _State(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
 
 
 class _Head(nn.Linear):
     """Takes a tensor, and returns an object."""
 
-    kind: type
-
     def forward(self, input):  # torch's name
-        return self.kind(super().forward(input), 0)
+        return _State(super().forward(input), 0)
 
 
 class _Stateful(nn.Module):
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
-        self.kind, self.blocks, self.head = kind, nn.ModuleList([_Block(), _Block()]), _Head(8, 3)
-        self.head.kind = kind
+        self.blocks, self.head = nn.ModuleList([_Block(), _Block()]), _Head(8, 3)
 
     def forward(self, inputs):
-        state = self.kind(inputs, 0)
+        state = _State(inputs, 0)
         for block in self.blocks:
             state = block(state)
         return self.head(state.hidden)
@@ -1226,11 +1128,8 @@ class _Stateful(nn.Module):
 class Classes(Rows):
     """Outputs are objects of a class of the model's."""
 
-    def __init__(self, *, slots=False):
-        self.kind = _Slots if slots else _State
-
     def model(self):
-        return _Stateful(self.kind)
+        return _Stateful()
 
     def loss(self, outputs, targets):
         return super().loss(outputs.hidden, targets)
@@ -1425,7 +1324,6 @@ _BUFFERS = {
     "expanded": lambda: torch.tensor([0.5]).expand(8),
     "rare": lambda: torch.tensor([3, 5], dtype=torch.uint16),
 }
-HAVING = (*_BUFFERS, "list", "dict", "normed", "symmetric", "twice", "partly", "shared")
 
 
 class _Sharing(nn.Module):
@@ -1440,55 +1338,36 @@ class _Sharing(nn.Module):
 
 
 class _Having(nn.Module):
-    def __init__(self, kinds):
+    def __init__(self):
         super().__init__()
-        self.kinds, self.body, self.more, self.head = kinds, nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.body, self.more, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         for kind, make in _BUFFERS.items():
-            if kind in kinds:
-                self.register_buffer(kind, make(), persistent=kind != "hidden")
-        if "list" in kinds:
-            self.listed = nn.ParameterList([torch.full((8,), 0.5), torch.ones(1)])
-        if "dict" in kinds:
-            self.by_name = nn.ParameterDict({"first": torch.full((8,), 0.5), "c": torch.ones(1)})
-        if "normed" in kinds:
-            nn.utils.parametrizations.weight_norm(self.body)
-        if "symmetric" in kinds:
-            nn.utils.parametrize.register_parametrization(self.more, "weight", _Symmetric())
-        if "twice" in kinds:
-            self.again = self.body
-        if "partly" in kinds:
-            self.head.weight.requires_grad_(False)
+            self.register_buffer(kind, make(), persistent=kind != "hidden")
+        self.listed = nn.ParameterList([torch.full((8,), 0.5), torch.ones(1)])
+        self.by_name = nn.ParameterDict({"first": torch.full((8,), 0.5), "c": torch.ones(1)})
+        nn.utils.parametrizations.weight_norm(self.body)
+        nn.utils.parametrize.register_parametrization(self.more, "weight", _Symmetric())
+        self.again = self.body
+        self.head.weight.requires_grad_(False)
         part = nn.Linear(8, 8)
-        self.blocks = nn.Sequential(*(_Sharing(part) for _ in range(2 if "shared" in kinds else 0)))
+        self.blocks = nn.Sequential(_Sharing(part), _Sharing(part))
 
     def forward(self, inputs):
         hidden = self.blocks(self.more(self.body(inputs).tanh()))
-        for kind in self.kinds & {"float64", "bool", "scalar", "hidden", "expanded"}:
+        for kind in ("float64", "bool", "scalar", "hidden", "expanded"):
             hidden = hidden * getattr(self, kind).float()
-        if "integer" in self.kinds:
-            hidden = hidden * (self.integer % 3)
-        if "complex" in self.kinds:
-            hidden = (hidden * self.complex).real
-            self.complex = self.complex.conj().resolve_conj().conj()  # the same numbers, as a view that conjugates
-        if "empty" in self.kinds:
-            hidden = hidden + self.empty.sum()
-        if "list" in self.kinds:
-            hidden = hidden * self.listed[0] + self.listed[1]
-        if "dict" in self.kinds:
-            hidden = hidden * self.by_name["first"] + self.by_name["c"]
-        if "twice" in self.kinds:
-            hidden = self.again(hidden)
-        return self.head(hidden)
+        hidden = (hidden * (self.integer % 3) * self.complex).real + self.empty.sum()
+        self.complex = self.complex.conj().resolve_conj().conj()  # the same numbers, as a view that conjugates
+        hidden = hidden * self.listed[0] + self.listed[1]
+        hidden = hidden * self.by_name["first"] + self.by_name["c"]
+        return self.head(self.again(hidden))
 
 
 class Having(Rows):
-    """A buffer of an unusual dtype or size, parameters in containers, computed, shared or partly frozen; or all of them."""
-
-    def __init__(self, kind):
-        self.kinds = set(HAVING) if kind == "all" else {kind}
+    """Buffers of unusual dtypes and sizes, parameters in containers, computed, shared and partly frozen."""
 
     def model(self):
-        return _Having(self.kinds)
+        return _Having()
 
 
 class _Later:
@@ -1505,12 +1384,9 @@ class _Returning(nn.Module):
         outputs = self.head(self.body(inputs).tanh())
         return {
             "function": lambda: outputs,
-            "partial": partial(torch.mul, outputs, 1.0),
-            "method": outputs.clone,
             "object": _Later(lambda: outputs),
             "rows": (row for row in outputs.unbind()),
             "mapping": UserDict(scores=outputs),
-            "queue": deque([outputs]),
             "weight": (outputs, self.head.weight),
             "distribution": torch.distributions.Categorical(logits=outputs),
         }[self.kind]
@@ -1528,16 +1404,15 @@ class Returning(Rows):
     def loss(self, outputs, targets):
         if self.kind == "distribution":
             return -outputs.log_prob(targets).mean()
-        if self.kind == "object":
-            outputs = outputs.make
         if self.kind == "weight":
             return super().loss(outputs[0], targets) + 0.01 * outputs[1].square().sum()
         scores = {
+            "function": lambda: outputs(),
+            "object": lambda: outputs.make(),
             "rows": lambda: torch.stack(list(outputs)),
             "mapping": lambda: outputs["scores"],
-            "queue": lambda: outputs[0],
-        }.get(self.kind, outputs)
-        return super().loss(scores(), targets)
+        }
+        return super().loss(scores[self.kind](), targets)
 
 
 class _ByName(nn.Module):
@@ -1685,16 +1560,10 @@ class _Guarded(nn.Module):
         self.body, self.head, self.what = nn.Linear(8, 16), nn.Linear(16, 3), what
         if what == "module":
             self.head.register_full_backward_hook(lambda _, into, out: (into[0].clamp(-0.01, 0.01),))
-        if what == "before a module":
-            self.head.register_full_backward_pre_hook(lambda _, out: (out[0].clamp(-0.01, 0.01),))
 
     def forward(self, inputs):
         hidden = self.body(inputs).tanh()
-        hook = {
-            "clip": lambda gradient: gradient.clamp(-0.01, 0.01),
-            "turn": torch.neg,
-            "look": lambda gradient: None,
-        }
+        hook = {"clip": lambda gradient: gradient.clamp(-0.01, 0.01), "turn": torch.neg}
         functions = {"function": _Clip, "helper": _ClipByHelper, "straight through": _Straight}
         if self.what in functions:
             hidden = functions[self.what].apply(hidden)
@@ -1725,19 +1594,6 @@ class FrozenTable(Words):
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
-class _Normed(nn.Linear):
-    def forward(self, input):  # torch's name
-        with torch.no_grad():
-            self.weight.copy_(F.normalize(self.weight, dim=1))
-        return super().forward(input)
-
-
-class Normed(_First):
-    """Brings the rows of a weight to length one in forward, as nGPT does."""
-
-    layer = _Normed
-
-
 class _Turned(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1765,30 +1621,6 @@ class Residual(Rows):
 
     def model(self):
         return _Residual()
-
-
-class _ActNorm(nn.Module):
-    def __init__(self, features):
-        super().__init__()
-        self.bias, self.scale = nn.Parameter(torch.zeros(features)), nn.Parameter(torch.ones(features))
-        self.register_buffer("is_set", torch.tensor(False))
-        self.is_set: Tensor
-
-    def forward(self, inputs):
-        if not self.is_set:
-            self.bias.data.copy_(-inputs.mean(0))
-            self.scale.data.copy_(1 / (inputs.std(0) + 1e-6))
-            self.is_set.fill_(True)
-        return (inputs + self.bias) * self.scale
-
-
-class FromData(Rows):
-    """Weights that the first batch sets (Kingma and Dhariwal 2018, "Glow"): in the trial of the evaluation, too."""
-
-    def model(self):
-        return nn.Sequential(nn.Linear(8, 16), _ActNorm(16), nn.Tanh(), nn.Linear(16, 3))
-
-    eval_data = _eleven
 
 
 class _Adjoint(torch.autograd.Function):
@@ -2005,32 +1837,6 @@ class _Following(_Clipping):
         self.task.move()
 
 
-class _Annealing(_Clipping):
-    def on_step(self, run):
-        self.task.weight *= 0.5
-        self.task.net.scale *= 0.5
-
-
-class Annealed(Rows):
-    """A hook changes the weight of a term, which the task keeps, and a scale that the model keeps (Bowman et al. 2016)."""
-
-    class Scaled(nn.Linear):
-        scale = 1.0
-
-        def forward(self, rows):
-            return super().forward(rows) * self.scale
-
-    def __init__(self):
-        self.weight, self.hooks = 1.0, [_Annealing(self)]
-
-    def model(self):
-        self.net = Annealed.Scaled(8, 3)
-        return self.net
-
-    def loss(self, outputs, targets):
-        return super().loss(outputs, targets) + self.weight * outputs.square().mean()
-
-
 class _Observer(nn.Module):
     """As those of torch.ao.quantization: sizes that the first batch sets, and a loading of its own."""
 
@@ -2081,19 +1887,6 @@ class Balanced(Rows):
             (gradient,) = torch.autograd.grad(loss, self.net[0].weight, create_graph=True)
             loss = loss + 20 * gradient.square().mean()
         return loss
-
-
-class Augmented(Adversaries):
-    """One of the models has no weights, as an augmentation of pictures."""
-
-    def __init__(self):
-        self.hooks = []
-
-    def models(self):
-        return {**super().models(), "augment": lambda: nn.Hardtanh()}
-
-    def _criticise(self, models, inputs, targets):
-        return super()._criticise(models, models["augment"](inputs), targets)
 
 
 class Leaving(Rows):
@@ -2152,7 +1945,7 @@ _METER = _Meter()
 
 
 class Counted(Rows):
-    """A loss that grows with the calls of it: counted in an attribute, there in training alone, or elsewhere."""
+    """A loss that grows with the calls of it: counted in an attribute in training alone, or elsewhere."""
 
     def __init__(self, where):
         self.where, self.calls = where, 0
@@ -2160,35 +1953,16 @@ class Counted(Rows):
     def loss(self, outputs, targets):
         _COUNT[0] += 1
         _METER.calls += 1
-        if self.where == "attribute" or (self.where == "training" and outputs.requires_grad):
-            self.calls += 1
+        self.calls += outputs.requires_grad
         calls = {"global": _COUNT[0], "object": _METER.calls}.get(self.where, self.calls)
         return super().loss(outputs, targets) * min(1.0, calls / 20)
 
 
 class ByRank(Rows):
-    """Asks for its rank: in the loss, or in the forward pass."""
-
-    def __init__(self, where):
-        self.where = where
-
-    def model(self):
-        return Asking() if self.where == "forward" else super().model()
+    """Asks for its rank in the loss."""
 
     def loss(self, outputs, targets):
-        loss = super().loss(outputs, targets)
-        return loss * (1 + 0.1 * self.context.rank) if self.where == "loss" else loss
-
-
-class Asking(nn.Module):
-    """Warms its outputs by the rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-
-    def forward(self, rows):
-        return self.layer(rows) * (1 + int(os.environ.get("RANK", "0")))
+        return super().loss(outputs, targets) * (1 + 0.1 * self.context.rank)
 
 
 class Centring(nn.Module):
@@ -2742,55 +2516,39 @@ class Sometimes(Rows):
         return Model()
 
 
-class TwoSometimes(Task):
+class TwoSometimes(Two):
     """Two models, of which one has a layer that nothing uses."""
 
     def models(self):
         return {"first": Sometimes(idle=True).model, "second": Rows().model}
 
     def losses(self):
-        def loss(models, rows, labels):
-            return F.cross_entropy(models["first"](rows) + models["second"](rows), labels)
+        return dict.fromkeys(("first", "second"), self.of_both)
 
-        return {"first": loss, "second": loss}
-
-    def train_data(self):
-        return Rows().train_data()
+    def of_both(self, models, inputs, targets):
+        return F.cross_entropy(models["first"](inputs) + models["second"](inputs), targets)
 
 
-_CALLS = [0]
 _FORWARDS = 0
 
 
 class Warming(nn.Module):
-    """Counts its calls in a global, a list of one, its class or a closure, or by what its forward has in its own closure."""
+    """Counts its calls in a global, or in its class."""
 
     calls = 0
 
     def __init__(self, where):
         super().__init__()
-        self.layer, self.where, count = nn.Linear(8, 3), where, 0
-
-        def counted():
-            nonlocal count
-            count += 1
-            return count
-
-        self.counted = counted
+        self.layer, self.where = nn.Linear(8, 3), where
 
     def forward(self, rows):
         global _FORWARDS
         if self.where == "global":
             _FORWARDS += 1
             count = _FORWARDS
-        elif self.where == "list":
-            _CALLS[0] += 1
-            count = _CALLS[0]
-        elif self.where == "class":
+        else:
             Warming.calls += 1
             count = Warming.calls
-        else:
-            count = self.counted()
         return self.layer(rows) * min(1.0, 0.2 * count)
 
 
@@ -2824,7 +2582,7 @@ class WarmedUp(Rows):
 
     def __init__(self, where):
         global _FORWARDS
-        self.where, _FORWARDS, _CALLS[0], Warming.calls = where, 0, 0, 0
+        self.where, _FORWARDS, Warming.calls = where, 0, 0
 
     def model(self):
         return _warming_locally(self.where) if self.where.startswith("local") else Warming(self.where)
@@ -2901,29 +2659,23 @@ class Auxiliary(Rows):
         )
 
 
-class Judged(Rows):
+class Judged(Two):
     """Two models; the second loss calls the first model, and all are judged on 13 rows."""
 
-    model = Task.model
     loss = Task.loss
 
     def models(self):
-        return {"one": lambda: nn.Linear(8, 3), "other": lambda: nn.Linear(8, 8)}
+        return {"one": partial(nn.Linear, 8, 3), "two": partial(nn.Linear, 8, 8)}
 
-    def losses(self):
-        return {"one": self.of_one, "other": self.of_other}
-
-    def of_one(self, models, rows, targets):
-        return F.cross_entropy(models["one"](rows), targets)
-
-    def of_other(self, models, rows, targets):
-        return F.cross_entropy(models["one"](models["other"](rows)), targets)
+    def of(self, name, models, inputs, targets):
+        rows = models["two"](inputs) if name == "two" else inputs
+        return super().of("one", models, rows, targets)
 
     def eval_data(self):
         return torch.utils.data.Subset(self.train_data(), range(13))
 
     def metrics(self, outputs, targets):
-        return {"right": dsframe.Sum((outputs.argmax(-1) == targets).sum(), len(targets))}
+        return {}
 
     def metrics_of_models(self, models, rows, targets):
         return {"number": dsframe.Sum(float(len(rows)), 0), "first": dsframe.Sum(rows[:, 0].sum(), len(rows))}

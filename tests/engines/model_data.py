@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dsframe
+from tests.files import ds_config
 
 REFRESH_STEPS = 4
 
@@ -57,8 +58,8 @@ class SelfLabelled(dsframe.Task):
         return self.points
 
 
-def file(run, engine, steps=12, **more):
-    settings = {"engine": engine, "steps": steps, "run_dir": run, "checkpoints": {"every_steps": REFRESH_STEPS}}
-    settings |= {"task": {"name": "tests.engines.model_data:SelfLabelled"}, "log_every_steps": 1}
-    optimizer = {"type": "AdamW", "params": {"lr": 0.05}}
-    return {"train_batch_size": 8, "optimizer": optimizer, "dsframe": settings, **more}
+def file(run, engine, steps=12):
+    every = {"every_steps": REFRESH_STEPS}
+    task = {"name": "tests.engines.model_data:SelfLabelled"}
+    own = {"engine": engine, "steps": steps, "run_dir": run, "checkpoints": every, "task": task, "log_every_steps": 1}
+    return ds_config(8, "AdamW", 0.05, **own)

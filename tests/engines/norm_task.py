@@ -31,10 +31,3 @@ def rows(count, seed):
     draw = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, 8, generator=draw) * torch.linspace(0.5, 3, count)[:, None]
     return TensorSource(inputs, inputs.square().mean(1, keepdim=True))
-
-
-class Scaled(Normed):
-    """Metrics that are no sums."""
-
-    def metrics(self, outputs, targets):
-        return {"loss": float(((outputs - targets) ** 2).mean())}

@@ -120,10 +120,6 @@ class Distilled(Gan):
     def losses(self):
         return {"student": self.imitate}
 
-    def metrics_of_models(self, models, inputs, targets):
-        right = models["student"](inputs).argmax(1) == models["teacher"](inputs).argmax(1)
-        return {"agreement": dsframe.Sum(right.sum(), len(right))}
-
     def imitate(self, models, inputs, targets):
         found = models["student"](inputs)
         return mse_loss(found, models["teacher"](inputs)) + 0.1 * mse_loss(found, targets)
@@ -364,12 +360,7 @@ def measure(case, kept):
         half = Snapshot(engine.state())
         on = train(engine, loader, STEPS // 2, STEPS)
         last = Snapshot(engine.state())
-        found = {
-            "description": engine.description,
-            "built": engine.built.origin,
-            "record": dict(engine.built.manifest),
-        }
-        found |= {"losses": losses + on[0], "norms": norms + on[1]}
+        found = {"losses": losses + on[0], "norms": norms + on[1]}
         every = [last.parameter(name) for name in last.shapes]
         found["weights"] = {one.name: one.weight.flatten().tolist() for one in every}
         found["averages"] = {one.name: one.moments[KEY].flatten().tolist() for one in every}

@@ -7,37 +7,22 @@ DeepSpeedExamples and Horovod's examples show.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 
 import dsframe
 from dsframe.data import TensorSource
 from dsframe.data.sampler import Sampler
 from dsframe.tools.compare import losses as losses_of
 from tests import kept
+from tests.files import ds_config
 
 BATCH, SAMPLES, STEPS = 8, 96, 40
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def classes(count, *shape, seed=1):
-    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Port(dsframe.Task):
-    """A mean squared error, unless a port says otherwise."""
-
-    def loss(self, outputs, targets):
-        return functional.mse_loss(outputs, targets)
 
 
 class _Gpt(nn.Module):
@@ -72,7 +57,7 @@ def _get_lr(step):
     return 0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, (step - 6) / 24)))
 
 
-class NanoGpt(Port):
+class NanoGpt(dsframe.Task):
     """Tied embeddings, no decay for vectors, clipping, warm-up and a cosine (nanoGPT)."""
 
     def model(self):
@@ -88,7 +73,7 @@ class NanoGpt(Port):
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def train_data(self):
-        tokens = classes(32, SAMPLES, 13)
+        tokens = torch.randint(32, (SAMPLES, 13), generator=torch.Generator().manual_seed(1))
         return TensorSource(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -102,7 +87,7 @@ class _Vae(nn.Module):
         return self.out(mean + torch.randn_like(mean) * (deviation / 2).exp()), mean, deviation
 
 
-class Vae(Port):
+class Vae(dsframe.Task):
     """A summed loss, and draws in the forward pass (pytorch/examples: vae)."""
 
     loss_is = "sum"
@@ -120,64 +105,6 @@ class Vae(Port):
         return TensorSource(rows, rows)
 
 
-class _Carrying(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.LSTMCell(4, 8), nn.Linear(8, 1)
-        self.register_buffer("hidden", torch.zeros(2, BATCH, 8))
-
-    def forward(self, rows):
-        hidden, memory = self.cell(rows, tuple(self.hidden.clone()))
-        if self.training:
-            self.hidden.copy_(torch.stack([hidden, memory]).detach())
-        return self.head(hidden)
-
-
-class Carried(Port):
-    """An LSTM whose state goes on, and a rate that falls on a plateau (pytorch/examples: word_language_model)."""
-
-    batch_dependent = True
-
-    def model(self):
-        return _Carrying()
-
-    def train_data(self):
-        rows = numbers(SAMPLES, 4)
-        return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
-
-    def eval_data(self):
-        rows = numbers(BATCH, 4, seed=9)
-        return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
-
-
-Make = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A port: the task, what its file says, and how the plain loop says the same."""
-
-    task: type[Port]
-    optimizer: Make
-    file: Mapping[str, Any]
-    rate: Callable[[torch.optim.Optimizer], Any] | None = None
-    """The plain loop's schedule."""
-    plateau: int = 0
-    """Steps between evaluations, on which ReduceLROnPlateau looks."""
-    clip: float = 0.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    draws: bool = False
-    """Whether it draws in training: on two ranks then with per_sample_randomness."""
-    alone: bool = False
-    """Whether what it carries belongs to the rows of one rank, so that it has one process only."""
-    bound: float = 0.0
-    """Of the losses beside the plain loop's, on one process."""
-
-
-def _schedule(kind, **params):
-    return {"scheduler": {"type": kind, "params": params}}
-
-
 def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
@@ -192,36 +119,25 @@ def _matrices_decay(model):
     return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
 
-ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+@dataclass(frozen=True)
+class Case:
+    """A port: the task, and how the plain loop says what its file says."""
+
+    task: type[dsframe.Task]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    rate: Callable[[int], float] = lambda step: 1.0
+    """The plain loop's schedule."""
+    clip: float = 0.0
+    draws: bool = False
+    """Whether it draws in training: on two ranks then with per_sample_randomness."""
+    bound: float = 0.0
+    """Of the losses beside the plain loop's, on one process."""
+
 
 CASES = {
-    "nanogpt": Case(
-        NanoGpt,
-        _matrices_decay,
-        ADAMW,
-        rate=lambda optimizer: LambdaLR(optimizer, _get_lr),
-        clip=1.0,
-        bound=1e-7,
-    ),
-    "vae": Case(Vae, _adamw, ADAMW, draws=True),
-    "carried": Case(
-        Carried,
-        _adamw,
-        ADAMW | _schedule("ReduceLROnPlateau", factor=0.5, patience=0),
-        plateau=4,
-        settings={"order": "sequential", "eval_every_steps": 4},
-        alone=True,
-    ),
+    "nanogpt": Case(NanoGpt, _matrices_decay, _get_lr, clip=1.0, bound=1e-7),
+    "vae": Case(Vae, _adamw, draws=True),
 }
-
-
-def held_out(task, model):
-    """The loss on the held-out rows, which are one batch."""
-    inputs, targets = task.eval_data().batch(torch.arange(BATCH), 0)
-    with torch.no_grad():
-        found = float(task.loss(model.eval()(inputs), targets))
-    model.train()
-    return found
 
 
 def plain(case):
@@ -231,11 +147,8 @@ def plain(case):
     model = task.model().train()
     torch.manual_seed(1)  # what dsframe draws in training follows seed + 1 + rank
     optimizer = case.optimizer(model)
-    rate = case.rate(optimizer) if case.rate else None
-    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
-    in_turn = case.settings.get("order") == "sequential"
-    order = Sampler(SAMPLES, BATCH, 0, order=(lambda epoch, samples: torch.arange(samples)) if in_turn else None)
-    data, losses = task.train_data(), []
+    rate = LambdaLR(optimizer, case.rate)
+    order, data, losses = Sampler(SAMPLES, BATCH, 0), task.train_data(), []
     for step in range(STEPS):
         ((epoch, rows),) = order.global_batch(step)
         inputs, targets = data.batch(rows, epoch)
@@ -245,27 +158,25 @@ def plain(case):
         if case.clip:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         optimizer.step()
+        rate.step()
         losses.append(float(loss.detach()))
-        if rate:
-            rate.step()
-        if plateau and (step + 1) % case.plateau == 0:
-            plateau.step(held_out(task, model))
     return losses
 
 
 def moved(name, engine, folder, ranks=1, *, by_sample=False):
     """The loss of every step by dsframe. ``by_sample``: what it draws is of the sample, not of the rank."""
     case, run_dir = CASES[name], folder / f"{name}-{engine}{'-by-sample' * by_sample}"
-    settings = {
-        "task": {"name": f"tests.engines.ports:{case.task.__name__}"},
-        "engine": engine,
-        "steps": STEPS,
-        "log_every_steps": 1,
-        "run_dir": str(run_dir),
-        "per_sample_randomness": by_sample,
-        **case.settings,
-    }
     zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True} if engine == "deepspeed" else {}
-    file = {"train_batch_size": BATCH, "gradient_clipping": case.clip, **case.file, **zero, "dsframe": settings}
+    file = ds_config(
+        BATCH,
+        {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        sections={"gradient_clipping": case.clip, **zero},
+        task={"name": f"tests.engines.ports:{case.task.__name__}"},
+        engine=engine,
+        steps=STEPS,
+        log_every_steps=1,
+        run_dir=str(run_dir),
+        per_sample_randomness=by_sample,
+    )
     kept.train(folder, file, ranks).check()
     return list(losses_of(run_dir).values())

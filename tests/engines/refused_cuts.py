@@ -22,6 +22,8 @@ from dsframe.tasks import _transformers
 from tests.engines import several
 from tests.engines.foreign_tasks import Rows
 from tests.engines.several import prepare
+from tests.files import ds_config
+from tests.text_files import LLAMA
 
 
 class Perceptron(nn.Module):
@@ -60,13 +62,6 @@ class Doubled(nn.Linear):
 class Subclass(Rows):
     def model(self):
         return Perceptron(layer=Doubled)
-
-
-class Parametrized(Plain):
-    def model(self):
-        net = super().model()
-        nn.utils.parametrizations.weight_norm(net.block["up"])
-        return net
 
 
 class Twice(Plain):
@@ -139,18 +134,6 @@ class Hidden(Rows):
         return F.cross_entropy(outputs, targets) + self.kept.square().mean()
 
 
-class Dropping(Perceptron):
-    def between(self, hidden):
-        return F.dropout(torch.tanh(hidden), 0.5, self.training)
-
-
-class Uneven(Rows):
-    """Ranks draw other numbers of random numbers, and a mask behind them is not the same."""
-
-    def model(self):
-        return nn.Sequential(Dropping(15), nn.Dropout(0.5))
-
-
 class ScaledGradient(Plain):
     def model(self):
         net = super().model()
@@ -173,9 +156,8 @@ class LargeBetween(Rows):
 
 class Mixture(Rows):
     def model(self):
-        settings = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-        more = {"num_key_value_heads": 2, "num_local_experts": 4, "model_type": "mixtral"}
-        config = _transformers.configure("AutoModelForCausalLM", {**settings, **more}, {"vocab_size": 20})
+        settings = {**LLAMA, "num_hidden_layers": 1, "num_local_experts": 4, "model_type": "mixtral"}
+        config = _transformers.configure("AutoModelForCausalLM", settings, {"vocab_size": 20})
         self.net = _transformers.build("AutoModelForCausalLM", config, None)
         return self.net
 
@@ -214,7 +196,6 @@ CASES = {
     "Plain": "",
     "Hooked": "puts a layer without its hooks in the place of block.up",
     "Subclass": "puts a layer without its class, Doubled, in the place of block.up",
-    "Parametrized": "without its class, ParametrizedLinear, in the place of block.up",
     "Twice": "again is used at several places of the model",
     "SharedWeight": "in which layers may share a weight",
     "Divided": "a sharded Sequential computes other outputs than the whole one",
@@ -222,7 +203,6 @@ CASES = {
     "Penalty": "uses block.up.weight outside of its module's forward pass",
     "Gathered": "dsframe.gathered: no rank gathers whole weights",
     "Hidden": "the ranks that share layers compute different losses",
-    "Uneven": "the ranks that share layers compute different losses",
     "ScaledGradient": "block.up.weight has a hook on the whole one",
     "LargeBetween": "gain, which each rank has whole, gets another gradient on each",
 }
@@ -238,13 +218,9 @@ EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 def trained(case):
     """Empty, or what was refused."""
-    file = {
-        "train_micro_batch_size_per_gpu": 8,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        **(EXPERTS if case.endswith("Mixture") else TENSOR),
-        "dsframe": {"engine": "deepspeed", "task": {"name": f"tests.engines.refused_cuts:{case}"}},
-    }
+    sections = {"zero_optimization": {"stage": 1}, **(EXPERTS if case.endswith("Mixture") else TENSOR)}
+    task = {"name": f"tests.engines.refused_cuts:{case}"}
+    file = ds_config(16, "AdamW", 0.1, sections=sections, engine="deepspeed", task=task)
     try:
         make, loader = prepare(file, "deepspeed")
         engine = make()

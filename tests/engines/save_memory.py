@@ -11,15 +11,13 @@ import sys
 from pathlib import Path
 
 from benchmarks.checkpoint import peak_memory, settle_memory
-from tests.engines.round_trip import build
+from tests.engines.saved import build, saver
 from tests.files import write_json
 
 
 def main(path):
     engine, steps = build(path)
     from dsframe.checkpoint.reader import Checkpoint
-    from dsframe.checkpoint.saver import Saver
-    from dsframe.checkpoint.store import Retention, Store
     from dsframe.cluster.exchange import all_gather_text
 
     world = engine.plan.world
@@ -35,18 +33,9 @@ def main(path):
         return max(map(int, all_gather_text(engine, str(peak_memory() - before))))
 
     def save(step, *, keeps=False):
-        saver = Saver(
-            engine,
-            Store(Path("run")),
-            {"training": {}, "run": {}},
-            every_steps=None,
-            at_end=True,
-            retention=Retention(),
-            asynchronous=keeps,
-            say=lambda line: None,
-        )
-        saver.save(step, loss=None, evaluation={})
-        saver.settle()
+        writing = saver(engine, asynchronous=keeps)
+        writing.save(step, loss=None, evaluation={})
+        writing.settle()
 
     def load(path):
         saved = Checkpoint(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsframe.model.spill import is_disk
-from tests.files import write_json
+from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
 WIDTH = 2900
@@ -17,18 +17,17 @@ ZERO = {"zero_optimization": {"stage": 3}}
 
 def train(folder, engine, spill, *, run_dir=None, **options):
     """Two ranks, one step."""
-    file = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        **(ZERO if engine == "deepspeed" else {}),
-        "dsframe": {
-            "engine": engine,
-            "steps": 1,
-            "run_dir": str(run_dir or folder / "run"),
-            "checkpoints": {"at_end": False},
-            "task": {"name": "tests.engines.building:Wide", "options": options},
-        },
-    }
+    file = ds_config(
+        2,
+        "AdamW",
+        0.1,
+        sections=dict(ZERO if engine == "deepspeed" else {}),
+        engine=engine,
+        steps=1,
+        run_dir=str(run_dir or folder / "run"),
+        checkpoints={"at_end": False},
+        task={"name": "tests.engines.building:Wide", "options": options},
+    )
     write_json(folder / "file.json", file)
     command = ["-m", "dsframe.train", "--config", str(folder / "file.json")]
     return run_ranks(warm(2, command), cwd=folder, timeout_seconds=120, env={"TMPDIR": str(spill)})

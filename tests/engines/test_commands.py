@@ -30,14 +30,12 @@ SHORT = {
     "benchmarks.longest_context": ("--help", "--limit"),
     "benchmarks.time_to_accuracy": ("--help", "--held-out"),
     "benchmarks.many_ranks": ("--ranks 2", r"\nleave [\s\S]*\nconstant for each rank: "),
-    "tests.launchers": ("--help", "--under UNDER"),
     "tests.equivalence": ("--help", "--case CASE"),
-    "tests.features": ("--help", "--engine ENGINE"),
 }
 """Module -> options and what they print.
 
 Where that is the help, the test of the command's name calls what the command does:
-test_launchers.py, test_equivalence.py. ``accuracy`` and ``gpu``
+test_equivalence.py. ``accuracy`` and ``gpu``
 have no form that takes less than minutes.
 """
 

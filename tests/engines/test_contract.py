@@ -9,6 +9,7 @@ from tests.contract import CHECKS, SAMPLES
 from tests.engines.references import CONTRACTS
 from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
+from tests.text_files import LLAMA
 
 FILE = ds_config(16, "AdamW", 0.01, sections={"gradient_accumulation_steps": 2, "gradient_clipping": 1.0})
 ZERO3 = {
@@ -25,12 +26,11 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
-_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def language(kind, **settings):
     """A task of transformers' with the contract's number of samples."""
-    model = {"model_type": kind, **_SIZES, "intermediate_size": 48, **settings}
+    model = {**LLAMA, "model_type": kind, **settings}
     task = {"name": "causal-language-model", "model": model, "context": 16, "corpus": "synthetic", "samples": SAMPLES}
     return {"dsframe": {"task": task}}
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dsframe.config import load
-from dsframe.config.rules.experts import KINDS
 from dsframe.engines.deepspeed import experts
 from dsframe.engines.deepspeed.state_experts import Experts, Part
 from dsframe.errors import CheckpointError, EngineError
@@ -17,49 +16,30 @@ from dsframe.model.persistent import compare
 from dsframe.model.state import EngineState, ParameterState
 from tests.engines.experts import CASES
 from tests.engines.snapshot import Snapshot
-from tests.engines.test_tensor import BF16_NOISE, NOISE, check_round_trips, distance
+from tests.engines.test_tensor import NOISE, check_round_trips, distance
 from tests.processes import reported
-
-SHORT = ("zero0", "zero2", "zero3")
-"""One for each way to reduce; the others repeat them with other optimizers, sizes and formats."""
-LONG = [case for case in CASES if case not in SHORT]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return reported("experts", tmp_path_factory.mktemp("experts"), 4, SHORT)
+    return reported("experts", tmp_path_factory.mktemp("experts"), 4, CASES)
 
 
-@pytest.fixture(scope="module")
-def more_reports(tmp_path_factory):
-    return reported("experts", tmp_path_factory.mktemp("experts"), 4, LONG, timeout_seconds=500)
-
-
-def check(case, report):
+@pytest.mark.parametrize("case", CASES)
+def test_spread_experts_are_one_process(case, reports):
+    report = reports[case]
     """Losses, norms, states, evaluation; on from the other's state; and what a rank holds."""
-    noise = BF16_NOISE if "bf16" in case else NOISE
     size = CASES[case][1]["expert_parallel"]["autoep_size"]
     assert f"expert parallel, {size} ranks" in report["description"]
     assert report["before"] == 0.0
-    assert distance(report["alone"], report["cut"], 0) < noise["loss"]
+    assert distance(report["alone"], report["cut"], 0) < NOISE["loss"]
     assert report["alone"][-1][0] < 0.99 * report["alone"][0][0], "it has learned something"
     relative = [abs(one[1] - two[1]) / one[1] for one, two in zip(report["alone"], report["cut"], strict=True)]
-    assert max(relative) < noise["norm"]
-    check_round_trips(report, noise)
+    assert max(relative) < NOISE["norm"]
+    check_round_trips(report, NOISE)
     held, whole = report["elements"]
     if size > 1:
         assert held < 0.85 * whole, "a rank has its own experts alone"
-
-
-@pytest.mark.parametrize("case", SHORT)
-def test_spread_experts_are_one_process(case, reports):
-    check(case, reports[case])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", LONG)
-def test_spread_experts_in_other_ways(case, more_reports):
-    check(case, more_reports[case])
 
 
 # Without processes.
@@ -82,15 +62,13 @@ def saved():
 def test_a_rank_sees_its_own_experts():
     view = Experts(saved(), {"w1": FIRST, "w3": UP, "w2": DOWN, "router": ROUTER})
     assert view.shapes == {"w1": (2, 3, 2), "w3": (2, 3, 2), "w2": (2, 2, 3), "router": (4, 2), "head": (4, 2)}
-    whole = saved().parameter("m.gate_up_proj").weight
-    ups = view.parameter("w3")
-    assert torch.equal(ups.weight, whole[2:, 3:])
-    assert torch.equal(ups.moments["sum"], -whole[2:, 3:])
-    assert torch.equal(view.part("w3", 4, 5).weight, whole[2:, 3:].flatten()[4:9])
-    assert torch.equal(view.part("w2", 1, 3).weight, saved().parameter("m.down_proj").weight[2:].flatten()[1:4])
-    router = view.parameter("router")
-    assert (router.name, router.weight.tolist()) == ("router", saved().parameter("m.gate.weight").weight.tolist())
-    assert view.parameter("head").weight.shape == (4, 2)
+    both, down, gate = (saved().parameter(name).weight for name in ("m.gate_up_proj", "m.down_proj", "head"))
+    own = {"w1": both[:2, :3], "w3": both[2:, 3:], "w2": down[2:], "router": gate, "head": gate}
+    for name, weight in own.items():
+        found = view.parameter(name)
+        assert torch.equal(found.weight, weight)
+        assert torch.equal(found.moments["sum"], -weight)
+        assert torch.equal(view.part(name, 1, 3).weight, weight.flatten()[1:4])
 
 
 def test_the_whole_is_made_of_every_ranks_part():
@@ -125,8 +103,3 @@ def test_models_that_cannot_be_spread(model: dict[str, Any], section: dict[str, 
     plan = SimpleNamespace(config=load(file), world=SimpleNamespace(size=4))
     with pytest.raises(EngineError, match=message):
         experts.refuse_unsupported(plan, SimpleNamespace(config=SimpleNamespace(**settings)))
-
-
-def test_each_kind_is_measured():
-    kinds = {kind.removeprefix("balanced ").replace("qwen3 moe", "qwen3_moe") for kind, _ in CASES.values()}
-    assert kinds == set(KINDS)

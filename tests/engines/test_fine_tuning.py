@@ -79,15 +79,6 @@ def test_every_engine_has_the_same_losses(folder, alone):
         assert metrics == pytest.approx(evaluated, abs=2e-5), engine
 
 
-def test_packed_conversations_have_the_same_losses_on_two_ranks(folder):
-    task = TASK | {"data": {**TASK["data"], "packing": "documents"}}
-    expected, found = (
-        trained(folder, f"packed-{engine}", engine, FILE | {"train_batch_size": 4}, task=task, steps=6)[0]
-        for engine in ("single", "deepspeed")
-    )
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
 class Rows(torch.utils.data.Dataset[Any]):
     """The rows of the run in their order, as the Trainer takes them: labels are not moved by one."""
 

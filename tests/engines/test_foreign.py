@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from dsframe.host import generators
+from dsframe.model.forward import call
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
 from tests import kept
 from tests.engines import foreign_tasks
-from tests.files import read_rows, write_json
+from tests.files import ds_config, read_rows, write_json
 from tests.processes import run_ranks, warm
 
 SETUPS = {
@@ -35,194 +36,192 @@ MOVED = "in the memory that body.weight had when the model was built"
 WRITTEN = "only to a copy|was written|were written|writes to its weight"
 SHARDED = {"fsdp", "zero3"}
 CASES = {
-    # name: (task, options, what is refused: set-up -> words of the message)
-    "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ)),
-    "a layer of two names": ("TwoNames", {}, {}),
-    "converted in forward": ("TwoNames", {"converts": True}, {"fsdp": "changes only a copy"}),
-    "a copy in the loss": ("CopiedInLoss", {}, {"fsdp": "copy.deepcopy of a module whose weights", "zero3": READ}),
-    "a weight in a list": ("Listed", {}, {"fsdp": "by a reference from before the training"}),
-    "gathered weights in the loss": ("Gathered", {}, {}),
-    "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy")),
-    "gathered weights called": ("CalledInside", {}, dict.fromkeys(SHARDED, "is called inside of dsframe.gathered()")),
-    "clamped after a step": ("After", {"what": "clamp"}, {}),
-    "norms after a step": ("After", {"what": "norms"}, {}),
-    "not by element": ("After", {"what": "wrong"}, dict.fromkeys(("single", "zero2"), "is not element-wise")),
-    "an object after a step": ("AfterByObject", {}, {}),
-    "parts in threads": ("InThreads", {}, dict.fromkeys(SHARDED, "is called in a thread of its own")),
-    "in inference mode first": ("Inferred", {}, dict.fromkeys(SHARDED, "write torch.no_grad()")),
-    "frozen for one call": ("Toggling", {}, {}),
-    "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
-    "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them")),
-    "a list in an attribute": ("Remembers", {"what": "queue"}, {"zero3": "depends on them"}),
-    "a long list in an attribute": ("Remembers", {"what": "long"}, {"fsdp": "depends on them"}),
-    "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}),
-    "max_norm": ("MaxNorm", {}, {}),
+    # name: (task, options, what is refused: set-up -> words of the message, where it is the loop by hand)
+    "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ), ("zero2",)),
+    "a layer of two names": ("TwoNames", {}, {}, ("fsdp", "zero3")),
+    "gathered weights in the loss": ("Gathered", {}, {}, ("single", "fsdp", "zero3")),
+    "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy"), ()),
+    "gathered weights called": ("CalledInside", {}, dict.fromkeys(SHARDED, "is called inside of dsframe.gathered()"), ()),
+    "clamped after a step": ("After", {"what": "clamp"}, {}, ENGINES),
+    "norms after a step": ("After", {"what": "norms"}, {}, ("ddp", "fsdp", "zero2", "zero3")),
+    "not by element": ("After", {"what": "wrong"}, dict.fromkeys(("single", "zero2"), "is not element-wise"), ()),
+    "an object after a step": ("AfterByObject", {}, {}, ("single",)),
+    "parts in threads": ("InThreads", {}, dict.fromkeys(SHARDED, "is called in a thread of its own"), ("ddp",)),
+    "in inference mode first": ("Inferred", {}, dict.fromkeys(SHARDED, "write torch.no_grad()"), ("ddp",)),
+    "frozen for one call": ("Toggling", {}, {}, ("ddp", "fsdp")),
+    "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them"), ()),
+    "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}, ("fsdp", "zero3")),
+    "max_norm": ("MaxNorm", {}, {}, ENGINES),
     "max_norm of a function": (
-        "MaxNorm",
-        {"function": True},
+        "MaxNorm", {"function": True},
         {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": "max_norm", "fsdp": "max_norm"},
+        ("single",),
     ),
-    "a limit of sums of rows": ("Limits", {"of": "bag"}, {}),
-    "a limit of a user's class": ("Limits", {"of": "class"}, {}),
-    "an attribute called limit": ("Limits", {"of": "name"}, {}),
-    "a buffer that is replaced": ("Averaging", {}, {}),
-    "features that hooks keep": ("Features", {}, {}),
-    "scalars": ("Scaled", {}, {}),
-    "scalars of all kinds": ("Temperatures", {}, {}),
-    "a layer that is not registered": ("Unregistered", {}, {"fsdp": "not the model's"}),
-    "a compiled part": ("Features", {"compiled": True}, {"zero3": "that is compiled already"}),
-    "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
-    "grown in forward": ("Grown", {}, {"zero2": "overwrites"}),
-    **{f"written by {how}": ("Written", {"how": how}, {"fsdp": WRITTEN}) for how in ("foreach", "out", "index", "init")},
-    "a gradient's hook reads": ("Decayed", {}, {"fsdp": "by a reference from before the training"}),
-    "a copy in a hook": ("Copied", {}, {"fsdp": "copy.deepcopy of a module whose weights"}),
-    "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}),
-    "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
-    "converted in a hook": ("Converted", {}, dict.fromkeys(("ddp", "fsdp"), "was converted from torch.float32")),
-    "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
-    "weights in the loss, gathered for steps": ("Penalty", {"whole": True}, {}),
-    "prototypes": ("Prototypes", {}, {}),
-    "prototypes, gathered for steps": ("Prototypes", {"whole": True}, {}),
-    "derivatives": ("Forces", {}, {}),
-    "an equation": ("Equation", {}, {}),
-    "a masked gradient": ("GradientHook", {"what": "mask"}, {}),
-    "a clipped gradient": ("GradientHook", {"what": "clip"}, dict.fromkeys(("zero2", "zero3"), "is not linear")),
-    "a gradient where it lies": ("GradientHook", {"what": "late"}, dict.fromkeys(("single", "fsdp"), "use register_hook")),
-    "hidden derivatives": ("Hidden", {}, dict.fromkeys(SHARDED, "whole_weights = True")),
-    "hidden derivatives, gathered for steps": ("Hidden", {"whole": True}, {}),
-    "an equation, summed": ("Equation", {"summed": True}, dict.fromkeys(("ddp", "zero3"), "gives a sum over the rows")),
-    "consolidated": ("Consolidated", {}, {}),
-    "derivatives by a transform": ("Transformed", {}, {}),
-    "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook")),
-    "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}),
-    "backward writes": ("Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass")),
-    "a hook writes its own": ("Later", {"what": "rank"}, {"ddp": "not the same numbers"}),
-    "forward writes later": ("Later", {"what": "forward"}, {"zero2": "overwrites"}),
-    "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook")),
-    "a hook clips one of two models": ("Adversaries", {}, {"zero2": "overwrites", "fsdp": READ}),
-    "other parameters": ("Overridden", {}, {"single": "gives other parameters than the model has"}),
-    "recomputed by itself": ("Recomputed", {"calls": 1}, {}),
+    "a limit of sums of rows": ("Limits", {"of": "bag"}, {}, ENGINES),
+    "a limit of a user's class": ("Limits", {"of": "class"}, {}, ENGINES),
+    "a buffer that is replaced": ("Averaging", {}, {}, ("single",)),
+    "features that hooks keep": ("Features", {}, {}, ENGINES),
+    "scalars": ("Scaled", {}, {}, ("zero2", "zero3", "ddp", "fsdp", "stages", "stages of ZeRO-1")),
+    "scalars of all kinds": ("Temperatures", {}, {}, ("fsdp", "zero3")),
+    "a layer that is not registered": ("Unregistered", {}, {"fsdp": "not the model's"}, ()),
+    "a compiled part": ("Features", {"compiled": True}, {"zero3": "that is compiled already"}, ("fsdp", "zero2")),
+    "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}, ("ddp",)),
+    "grown in forward": ("Grown", {}, {"zero2": "overwrites"}, ("ddp",)),
+    **{
+        f"written by {how}": ("Written", {"how": how}, {"fsdp": WRITTEN}, ("ddp",) if how == "foreach" else ())
+        for how in ("foreach", "out", "index", "init")
+    },
+    "a gradient's hook reads": ("Decayed", {}, {"fsdp": "by a reference from before the training"}, ("ddp",)),
+    "a copy in a hook": ("Copied", {}, {"fsdp": "copy.deepcopy of a module whose weights"}, ()),
+    "clamped in a stage": ("Layered", {}, {"stages of ZeRO-1": "0.weight was written in the forward pass"}, ("stages",)),
+    "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}, ("ddp", "horovod")),
+    "converted in a hook": ("Converted", {}, dict.fromkeys(("ddp", "fsdp"), "was converted from torch.float32"), ()),
+    "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}"), ("ddp", "zero2")),
+    "prototypes": ("Prototypes", {}, {}, ("fsdp", "zero3")),
+    "derivatives": ("Forces", {}, {}, ENGINES),
+    "an equation": ("Equation", {}, {}, ENGINES),
+    "a masked gradient": ("GradientHook", {"what": "mask"}, {}, ("fsdp", "zero2", "zero3")),
+    "a clipped gradient": (
+        "GradientHook", {"what": "clip"}, dict.fromkeys(("zero2", "zero3"), "is not linear"),
+        ("single", "ddp", "horovod", "fsdp"),
+    ),
+    "a gradient where it lies": ("GradientHook", {"what": "late"}, dict.fromkeys(("single", "fsdp"), "use register_hook"), ()),
+    "hidden derivatives": ("Hidden", {}, dict.fromkeys(SHARDED, "whole_weights = True"), ()),
+    "hidden derivatives, gathered for steps": ("Hidden", {"whole": True}, {}, ("fsdp", "zero3")),
+    "an equation, summed": ("Equation", {"summed": True}, dict.fromkeys(("ddp", "zero3"), "gives a sum over the rows"), ()),
+    "derivatives by a transform": ("Transformed", {}, {}, ("ddp", "fsdp", "zero3")),
+    "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook"), ()),
+    "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}, ("ddp",)),
+    "backward writes": ("Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass"), ("ddp",)),
+    "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook"), ()),
+    "a hook clips one of two models": ("ClippedOne", {}, {"zero2": "overwrites", "fsdp": READ}, ()),
+    "other parameters": ("Overridden", {}, {"single": "gives other parameters than the model has"}, ()),
+    "recomputed by itself": ("Recomputed", {"calls": 1}, {}, ENGINES),
     "recomputed by itself, twice": (
-        "Recomputed",
-        {"calls": 2},
-        dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "use_reentrant=False"),
+        "Recomputed", {"calls": 2}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "use_reentrant=False"),
+        ("single", "zero2"),
     ),
-    "complex": ("Unusual", {"kind": "complex"}, dict.fromkeys(("ddp", "zero3"), "turn is complex")),
-    "collectives of its own": ("Codebook", {}, {}),
-    "a buffer is a weight's memory": ("Shared", {"kind": "buffer"}, dict.fromkeys(("single", "zero2"), "in the same memory")),
-    "an attribute is a weight's memory": ("Shared", {"kind": "attribute"}, dict.fromkeys(("fsdp", "zero2", "zero3"), MOVED)),
-    "an array is a weight's memory": ("Shared", {"kind": "array"}, {"zero2": MOVED}),
-    "an attribute that was a weight's memory": ("Shared", {"kind": "replaced"}, {}),
-    "weights merged in evaluation mode": ("Merging", {}, dict.fromkeys(SHARDED, READ)),
-    "a count in a buffer that is not saved": ("Transient", {}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
-    "a scale that evaluations alone need": ("Scaling", {}, dict.fromkeys(("ddp", "zero3"), "its evaluation depends on them")),
-    "an extra state": ("ExtraState", {}, {}),
-    "an extra state of one rank": ("ExtraState", {"by_rank": True}, {"ddp": "(0._extra_state, 0.scales): each rank keeps its own"}),
-    "a buffer that grows": ("GrowingBuffer", {}, {}),
-    "an attribute of a parameter": ("Tagged", {}, {"fsdp": "asks a parameter for an attribute"}),
-    "sparse inputs": ("Batches", {"nested": False}, {}),
-    "nested inputs": ("Batches", {"nested": True}, {"zero3": "gets a nested tensor"}),
-    "two weights in one memory": ("Shared", {"kind": "memory"}, dict.fromkeys(("ddp",), "in the same memory")),
-    "two weights in one tensor": ("Shared", {"kind": "columns"}, {}),
-    "a buffer that backward needs": ("Shared", {"kind": "mask"}, {}),
-    "integers": ("Unusual", {"kind": "integer"}, {}),
-    "without elements": ("Unusual", {"kind": "empty"}, dict.fromkeys(SHARDED, "which has no elements")),
-    "late": ("Unusual", {"kind": "late"}, dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), "made in")),
-    "lazy": ("Unusual", {"kind": "lazy"}, dict.fromkeys(("single", "zero3"), "no shape before the first forward pass")),
-    "replaced": ("Unusual", {"kind": "replaced"}, dict.fromkeys(("ddp", "fsdp"), "scale replaced in")),
-    "without memory": ("Unusual", {"kind": "meta"}, dict.fromkeys(("single", "fsdp"), "body.bias have no memory")),
-    "unfrozen": ("Unusual", {"kind": "unfrozen"}, dict.fromkeys(("single", "ddp", "fsdp"), "frozen or unfrozen in")),
-    "sparse": ("Sparse", {}, dict.fromkeys(("single", "ddp", "zero3"), "a sparse gradient")),
-    "weights of the loss": ("Proxies", {}, dict.fromkeys(("single", "fsdp", "zero2"), "that are not the model's")),
-    "a module beside the model": ("Beside", {}, {}),
-    "a weight after an evaluation": ("Reported", {}, {"zero3": READ}),
-    "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "its loss depends on them (centre)")),
-    "a count in the loss": ("Counted", {"where": "attribute"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
-    "a count in training": ("Counted", {"where": "training"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)")),
-    "a count elsewhere": ("Counted", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_COUNT of foreign_tasks.py)")),
-    "a count in an object": ("Counted", {"where": "object"}, {"ddp": "a value outside of the attributes"}),
-    "a count in a model's global": ("WarmedUp", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_FORWARDS of")),
-    "a count in a global list": ("WarmedUp", {"where": "list"}, dict.fromkeys(("horovod", "fsdp"), "(_CALLS of foreign")),
-    "a count in a class": ("WarmedUp", {"where": "class"}, dict.fromkeys(("ddp", "zero2"), "them (Warming.calls)")),
-    "a count in a local function": ("WarmedUp", {"where": "local function"}, {"ddp": "(count of a closure in foreign"}),
-    "a count in a local class": ("WarmedUp", {"where": "local class"}, {"ddp": "them (Counter.calls)"}),
-    "a count in a closure": ("WarmedUp", {"where": "closure"}, dict.fromkeys(("fsdp",), "(count of a closure in foreign")),
-    "a rank in the loss": ("ByRank", {"where": "loss"}, dict.fromkeys(("ddp", "zero3"), "not the same on each rank")),
-    "a rank in the model": ("ByRank", {"where": "forward"}, dict.fromkeys(("horovod", "fsdp"), "not the same on each rank")),
-    "noise of its own": ("Noisy", {}, {}),
-    "auxiliary losses in attributes": ("Auxiliary", {}, {}),
-    "auxiliary losses in a global": ("Auxiliary", {"where": "global"}, {"fsdp": "left its block by another way"}),
-    "a part is left out": ("Leaving", {}, {}),
-    "the model in the loss": ("Again", {"what": "model"}, {}),
-    "collectives in the loss": ("Again", {"what": "communicates"}, {}),
-    "the model in what is kept": ("Again", {"what": "keeps"}, {}),
-    "a centre of all ranks": ("ModelCentre", {}, {}),
-    "a centre of one rank": ("ModelCentre", {"all_ranks": False}, {"ddp": "changes centre, a state"}),
-    "classes": ("Classes", {}, {}),
-    "classes with slots": ("Classes", {"slots": True}, {}),
-    "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself")),
-    "a tied table with a limit": ("TiedTable", {}, {}),
-    "views that are written to": ("Residual", {}, {}),
-    "a frozen table with a limit": ("FrozenTable", {}, {}),
-    "an output's gradient is turned": ("Guarded", {"what": "turn"}, {}),
+    "complex": ("Unusual", {"kind": "complex"}, dict.fromkeys(("ddp", "zero3"), "turn is complex"), ()),
+    "collectives of its own": ("Codebook", {}, {}, ENGINES),
+    "a buffer is a weight's memory": ("Shared", {"kind": "buffer"}, dict.fromkeys(("single", "zero2"), "in the same memory"), ()),
+    "an attribute is a weight's memory": (
+        "Shared", {"kind": "attribute"}, dict.fromkeys(("fsdp", "zero2", "zero3"), MOVED),
+        ("single", "ddp"),
+    ),
+    "an attribute that was a weight's memory": ("Shared", {"kind": "replaced"}, {}, ("fsdp", "zero2", "zero3")),
+    "weights merged in evaluation mode": ("Merging", {}, dict.fromkeys(SHARDED, READ), ("single", "ddp", "zero2")),
+    "a count in a buffer that is not saved": (
+        "Transient", {}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)"),
+        ("single",),
+    ),
+    "a scale that evaluations alone need": (
+        "Scaling", {}, dict.fromkeys(("ddp", "zero3"), "its evaluation depends on them"),
+        ("single",),
+    ),
+    "an extra state": ("ExtraState", {}, {}, ENGINES),
+    "an extra state of one rank": (
+        "ExtraState", {"by_rank": True}, {"ddp": "(0._extra_state, 0.scales): each rank keeps its own"},
+        ("single",),
+    ),
+    "a buffer that grows": ("GrowingBuffer", {}, {}, ENGINES),
+    "an attribute of a parameter": ("Tagged", {}, {"fsdp": "asks a parameter for an attribute"}, ("zero3",)),
+    "sparse inputs": ("Batches", {"nested": False}, {}, ("ddp", "zero3")),
+    "nested inputs": ("Batches", {"nested": True}, {"zero3": "gets a nested tensor"}, ("fsdp",)),
+    "two weights in one memory": ("Shared", {"kind": "memory"}, dict.fromkeys(("ddp",), "in the same memory"), ()),
+    "two weights in one tensor": ("Shared", {"kind": "columns"}, {}, ("single", "fsdp", "zero3")),
+    "integers": ("Unusual", {"kind": "integer"}, {}, ("fsdp", "zero3")),
+    "without elements": ("Unusual", {"kind": "empty"}, dict.fromkeys(SHARDED, "which has no elements"), ("zero2",)),
+    "a loss that the model computes in training": (
+        "LossInTraining", {}, {"zero3": "LossInTraining.loss gives a sum over the rows of a micro-batch"}, (),
+    ),
+    "late": ("Unusual", {"kind": "late"}, dict.fromkeys(("single", "ddp", "fsdp", "zero2", "zero3"), "made in"), ()),
+    "lazy": ("Unusual", {"kind": "lazy"}, dict.fromkeys(("single", "zero3"), "no shape before the first forward pass"), ()),
+    "replaced": ("Unusual", {"kind": "replaced"}, dict.fromkeys(("ddp", "fsdp"), "scale replaced in"), ()),
+    "without memory": ("Unusual", {"kind": "meta"}, dict.fromkeys(("single", "fsdp"), "body.bias have no memory"), ()),
+    "unfrozen": ("Unusual", {"kind": "unfrozen"}, dict.fromkeys(("single", "ddp", "fsdp"), "frozen or unfrozen in"), ()),
+    "sparse": ("Sparse", {}, dict.fromkeys(("single", "ddp", "zero3"), "a sparse gradient"), ()),
+    "weights of the loss": ("Proxies", {}, dict.fromkeys(("single", "fsdp", "zero2"), "that are not the model's"), ()),
+    "a module beside the model": ("Beside", {}, {}, ("single", "fsdp")),
+    "a weight after an evaluation": ("Reported", {}, {"zero3": READ}, ()),
+    "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "its loss depends on them (centre)"), ("single",)),
+    "a count in training": (
+        "Counted", {"where": "training"}, dict.fromkeys(("ddp", "zero3"), "depends on them (calls)"),
+        ("single",),
+    ),
+    "a count elsewhere": ("Counted", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_COUNT of foreign_tasks.py)"), ()),
+    "a count in an object": ("Counted", {"where": "object"}, {"ddp": "a value outside of the attributes"}, ()),
+    "a count in a model's global": ("WarmedUp", {"where": "global"}, dict.fromkeys(("ddp", "zero3"), "(_FORWARDS of"), ("single",)),
+    "a count in a class": ("WarmedUp", {"where": "class"}, dict.fromkeys(("ddp", "zero2"), "them (Warming.calls)"), ("single",)),
+    "a count in a local function": (
+        "WarmedUp", {"where": "local function"}, {"ddp": "(count of a closure in foreign"},
+        ("single",),
+    ),
+    "a count in a local class": ("WarmedUp", {"where": "local class"}, {"ddp": "them (Counter.calls)"}, ("single",)),
+    "a rank in the loss": ("ByRank", {}, dict.fromkeys(("ddp", "zero3"), "not the same on each rank"), ()),
+    "noise of its own": ("Noisy", {}, {}, ("single",)),
+    "auxiliary losses in attributes": ("Auxiliary", {}, {}, ("fsdp",)),
+    "auxiliary losses in a global": ("Auxiliary", {"where": "global"}, {"fsdp": "left its block by another way"}, ()),
+    "a part is left out": ("Leaving", {}, {}, ENGINES),
+    "the model in the loss": ("Again", {"what": "model"}, {}, ENGINES),
+    "collectives in the loss": ("Again", {"what": "communicates"}, {}, ("single", "ddp", "fsdp", "zero2", "zero3")),
+    "the model in what is kept": ("Again", {"what": "keeps"}, {}, ("ddp", "fsdp", "zero3")),
+    "a centre of all ranks": ("ModelCentre", {}, {}, ("ddp", "zero3")),
+    "a centre of one rank": ("ModelCentre", {"all_ranks": False}, {"ddp": "changes centre, a state"}, ()),
+    "a loss over the rows of all ranks": ("Contrastive", {}, {}, ENGINES),
+    "classes": ("Classes", {}, {}, ("ddp", "fsdp", "zero3")),
+    "backward in the loss": ("Adversarial", {}, dict.fromkeys(("ddp", "zero3"), "calls backward() itself"), ("single",)),
+    "a tied table with a limit": ("TiedTable", {}, {}, ENGINES),
+    "views that are written to": ("Residual", {}, {}, ("fsdp",)),
+    "a frozen table with a limit": ("FrozenTable", {}, {}, ENGINES),
+    "an output's gradient is turned": ("Guarded", {"what": "turn"}, {}, ("zero3", "fsdp")),
     "what backward needs is written": (
-        "Guarded",
-        {"what": "spoilt"},
-        dict.fromkeys(ENGINES, "the backward pass of the task's model raised RuntimeError"),
+        "Guarded", {"what": "spoilt"}, dict.fromkeys(ENGINES, "the backward pass of the task's model raised RuntimeError"),
+        (),
     ),
-    "rows of length one": ("Normed", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
-    "set from the first batch": (
-        "FromData",
-        {},
-        {"ddp": "not the same numbers", "zero2": "1.bias, 1.scale were written", "zero3": "writes to 1.bias", "fsdp": WRITTEN},
-    ),
-    "an adjoint method": ("Backwards", {"kind": "adjoint"}, {}),
+    "an adjoint method": ("Backwards", {"kind": "adjoint"}, {}, ("fsdp", "zero3")),
     "a backward pass in the backward pass": (
-        "Backwards",
-        {"kind": "reversible"},
-        dict.fromkeys(("ddp", "zero3"), "reaches a weight several times"),
+        "Backwards", {"kind": "reversible"}, dict.fromkeys(("ddp", "zero3"), "reaches a weight several times"),
+        ("single", "fsdp"),
     ),
     "blocks that a backward pass calls by a method": (
-        "Backwards",
-        {"kind": "by a method"},
-        {"fsdp": "a part of a block is called while the block itself does not run"},
+        "Backwards", {"kind": "by a method"}, {"fsdp": "a part of a block is called while the block itself does not run"},
+        (),
     ),
-    "blocks that a backward pass calls, as can be seen": ("Backwards", {"kind": "by a method that shows it"}, {}),
-    "derivatives in forward mode": ("Backwards", {"kind": "forward"}, {"zero3": "in forward mode"}),
-    "derivatives in an evaluation": ("Backwards", {"kind": "inner"}, {}),
-    "a second view": ("SecondView", {}, {}),
-    "a teacher that the task holds": ("HeldTeacher", {}, dict.fromkeys(SHARDED, READ)),
-    "buffers that the first step makes": ("Observing", {}, {}),
-    "a model without weights": ("Augmented", {}, {"zero3": "Hardtanh in models() has no parameters"}),
-    "time first, summed": ("Reading", {}, {}),
-    "masks in torch's encoder": ("Masked", {}, {}),
-    "weights by their names": ("ByName", {}, {"zero3": READ}),
-    "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit")),
+    "blocks that a backward pass calls, as can be seen": (
+        "Backwards", {"kind": "by a method that shows it"}, {},
+        ("single", "fsdp", "zero3"),
+    ),
+    "derivatives in forward mode": ("Backwards", {"kind": "forward"}, {"zero3": "in forward mode"}, ()),
+    "derivatives in an evaluation": ("Backwards", {"kind": "inner"}, {}, ("fsdp", "zero3")),
+    "a second view": ("SecondView", {}, {}, ("single",)),
+    "a teacher that the task holds": ("HeldTeacher", {}, dict.fromkeys(SHARDED, READ), ("single", "ddp")),
+    "buffers that the first step makes": ("Observing", {}, {}, ("ddp", "fsdp", "single")),
+    "a model without weights": ("Augmented", {}, {"zero3": "Hardtanh in models() has no parameters"}, ()),
+    "time first, summed": ("Reading", {}, {}, ENGINES),
+    "masks in torch's encoder": ("Masked", {}, {}, ENGINES),
+    "weights by their names": ("ByName", {}, {"zero3": READ}, ("ddp", "zero2")),
+    "buffers and parameters of all kinds": ("Having", {}, {}, ENGINES),
+    "compiled": ("Compiled", {}, dict.fromkeys(SHARDED, "a part of it is compiled by torch.jit"), ()),
 }  # fmt: skip
-CASES |= {f"having: {kind}": ("Having", {"kind": kind}, {}) for kind in ("all", *foreign_tasks.HAVING)}
 HIDDEN = "holds tensors with gradients"
 CASES |= {
-    f"returning: {kind}": ("Returning", {"kind": kind}, dict.fromkeys(SHARDED, HIDDEN))
-    for kind in ("function", "partial", "method", "object", "rows")
-} | {f"returning: {kind}": ("Returning", {"kind": kind}, {}) for kind in ("mapping", "queue", "distribution")}
-CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": "the model returns a weight"})
-BY_KIND = {f"having: {kind}" for kind in foreign_tasks.HAVING}
+    f"returning: {kind}": ("Returning", {"kind": kind}, dict.fromkeys(SHARDED, HIDDEN), ("ddp", "zero2"))
+    for kind in ("function", "object", "rows")
+} | {f"returning: {kind}": ("Returning", {"kind": kind}, {}, ENGINES) for kind in ("mapping", "distribution")}
+CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": "the model returns a weight"}, ("ddp", "fsdp"))
 LATER = {
     "a hook writes later": 3,
-    "a hook writes its own": 3,
-    "forward writes later": 3,
     "unfrozen": 2,
     "a weight after an evaluation": 3,
 }
 """Cases that begin after the first step: the steps that were logged when they are refused."""
 COUNTS = (
     "a count in a model's global",
-    "a count in a global list",
     "a count in a class",
-    "a count in a closure",
     "a count in a local function",
     "a count in a local class",
 )
+ON_STATE = "its loss depends on them"
 STATEFUL = {
     "a hook writes later",
     "state of the loss",
@@ -234,106 +233,17 @@ STATEFUL = {
     *COUNTS,
 }
 """Cases whose tasks count steps, or keep something, in attributes."""
-RIGHT = {
-    **dict.fromkeys((*COUNTS, "noise of its own"), ("single",)),
-    "auxiliary losses in attributes": ("fsdp",),
-    "weights in the loss": ("zero2",),
-    "a layer of two names": ("fsdp", "zero3"),
-    "gathered weights in the loss": ("single", "fsdp", "zero3"),
-    "clamped after a step": ENGINES,
-    "norms after a step": ("ddp", "fsdp", "zero2", "zero3"),
-    "an object after a step": ("single",),
-    "parts in threads": ("ddp",),
-    "in inference mode first": ("ddp",),
-    "frozen for one call": ("ddp", "fsdp"),
-    "attributes that the loss does not need": ("fsdp", "zero3"),
-    "max_norm": ENGINES,
-    "max_norm of a function": ("single",),
-    "a limit of sums of rows": ENGINES,
-    "a limit of a user's class": ENGINES,
-    "an attribute called limit": ("single",),
-    "a buffer that is replaced": ("single",),
-    "features that hooks keep": ENGINES,
-    "a compiled part": ("fsdp", "zero2"),
-    "scalars": ("zero2", "zero3", "ddp", "fsdp", "stages", "stages of ZeRO-1"),
-    "scalars of all kinds": ("fsdp", "zero3"),
-    "clamped in forward": ("ddp",),
-    "grown in forward": ("ddp",),
-    "written by foreach": ("ddp",),
-    "a gradient's hook reads": ("ddp",),
-    "clamped in a stage": ("stages",),
-    "clipped in a hook": ("ddp", "horovod"),
-    "teacher": ("ddp", "zero2"),
-    "weights in the loss, gathered for steps": ("fsdp", "zero3"),
-    "prototypes": ("fsdp", "zero3"),
-    "prototypes, gathered for steps": ("fsdp", "zero3"),
-    "hidden derivatives, gathered for steps": ("fsdp", "zero3"),
-    "a masked gradient": ("fsdp", "zero2", "zero3"),
-    "a clipped gradient": ("single", "ddp", "horovod", "fsdp"),
-    "derivatives": ENGINES,
-    "collectives of its own": ENGINES,
-    "two weights in one tensor": ("single", "fsdp", "zero3"),
-    "a buffer that backward needs": ("single",),
-    "an attribute is a weight's memory": ("single", "ddp"),
-    "weights merged in evaluation mode": ("single", "ddp", "zero2"),
-    "a count in a buffer that is not saved": ("single",),
-    "a scale that evaluations alone need": ("single",),
-    "an extra state": ENGINES,
-    "an extra state of one rank": ("single",),
-    "a buffer that grows": ENGINES,
-    "an attribute of a parameter": ("zero3",),
-    "sparse inputs": ("ddp", "zero3"),
-    "nested inputs": ("fsdp",),
-    "an attribute that was a weight's memory": ("fsdp", "zero2", "zero3"),
-    "an equation": ENGINES,
-    "consolidated": ENGINES,
-    "derivatives by a transform": ("ddp", "fsdp", "zero3"),
-    "a hook writes later": ("ddp",),
-    "backward writes": ("ddp",),
-    "recomputed by itself": ENGINES,
-    "recomputed by itself, twice": ("single", "zero2"),
-    "integers": ("fsdp", "zero3"),
-    "a module beside the model": ("single", "fsdp"),
-    "without elements": ("zero2",),
-    "state of the loss": ("single",),
-    "a centre of all ranks": ("ddp", "zero3"),
-    "a count in training": ("single",),
-    "a part is left out": ENGINES,
-    "the model in the loss": ENGINES,
-    "collectives in the loss": ("single", "ddp", "fsdp", "zero2", "zero3"),
-    "the model in what is kept": ("ddp", "fsdp", "zero3"),
-    "classes": ("ddp", "fsdp", "zero3"),
-    "classes with slots": ("fsdp", "zero3"),
-    "backward in the loss": ("single",),
-    "a tied table with a limit": ENGINES,
-    "a frozen table with a limit": ENGINES,
-    "an output's gradient is turned": ("zero3", "fsdp"),
-    "rows of length one": ("ddp",),
-    "views that are written to": ("fsdp",),
-    "set from the first batch": ("single",),
-    "an adjoint method": ("fsdp", "zero3"),
-    "a backward pass in the backward pass": ("single", "fsdp"),
-    "blocks that a backward pass calls, as can be seen": ("single", "fsdp", "zero3"),
-    "derivatives in an evaluation": ("fsdp", "zero3"),
-    "a second view": ("single",),
-    "buffers that the first step makes": ("ddp", "fsdp", "single"),
-    "a teacher that the task holds": ("single", "ddp"),
-    "time first, summed": ENGINES,
-    "masks in torch's encoder": ENGINES,
-    "weights by their names": ("ddp", "zero2"),
-    **{case: ("ddp", "zero2") for case in CASES if case.startswith("returning: ")},
-    **{f"returning: {kind}": ENGINES for kind in ("mapping", "queue", "distribution")},
-    "returning: weight": ("ddp", "fsdp"),
-    **{case: ENGINES for case in CASES if case.startswith("having: ")},
-}
 
 
 Case = str | tuple[str, dict[str, Any]]
 """One of CASES, or its task and options."""
 
 
-def file(case, setup, **more):
+def file(case, setup, *, accumulation=None, decay=0.0, **more):
     name, options, *_ = CASES[case] if isinstance(case, str) else case
+    sections = {"gradient_clipping": 0.5, **SETUPS[setup][1]}
+    if accumulation:
+        sections["gradient_accumulation_steps"] = accumulation
     ours = {
         "task": {"name": f"tests.engines.foreign_tasks:{name}", "options": options},
         "steps": 4,
@@ -341,15 +251,10 @@ def file(case, setup, **more):
         "log_every_steps": 1,
         "run_dir": "run",
         **more,
+        **sections.pop("dsframe", {}),
     }
-    changes = SETUPS[setup][1]
-    return {
-        "train_batch_size": 8,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
-        **changes,
-        "dsframe": {**ours, **changes.get("dsframe", {})},
-    }
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": decay}}
+    return ds_config(8, optimizer, sections=sections, **ours)
 
 
 def run(tmp_path, document, processes):
@@ -359,18 +264,19 @@ def run(tmp_path, document, processes):
     return run_ranks(warm(processes, words), cwd=tmp_path, timeout_seconds=150)
 
 
-def by_hand(case):
+def by_hand(case, tasks=foreign_tasks):
     """The losses of a loop on one process."""
     name, options, *_ = CASES[case] if isinstance(case, str) else case
-    task = getattr(foreign_tasks, name)(**options)
+    task = getattr(tasks, name)(**options)
     generators.seed(0)
     model, data = task.model().train(), task.train_data()
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
     found = []
     for step in range(4):
-        inputs, targets = (task.collate or default_collate)([data[step * 8 + row] for row in range(8)])
-        loss = task.loss(model(inputs), targets)
+        batch = (task.collate or default_collate)([data[step * 8 + row] for row in range(8)])
+        inputs, targets = ({"rows": batch["rows"]}, batch["labels"]) if isinstance(batch, dict) else batch
+        loss = task.loss(call(model, inputs), targets)
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
@@ -385,15 +291,15 @@ def by_hand(case):
 
 
 def each(setups_of):
-    """Every case on the setup that shards most, on the others in the night; and so each of what one case has together."""
+    """Every case on the setup that shards most, on the others in the night."""
     return [
-        pytest.param(case, setup, marks=[pytest.mark.long] * bool(place or case in BY_KIND))
+        pytest.param(case, setup, marks=[pytest.mark.long] * bool(place))
         for case, setups in setups_of.items()
         for place, setup in enumerate(sorted(setups, reverse=True))
     ]
 
 
-@pytest.mark.parametrize(("case", "setup"), each({case: refused for case, (_, _, refused) in CASES.items()}))
+@pytest.mark.parametrize(("case", "setup"), each({case: refused for case, (_, _, refused, _) in CASES.items()}))
 def test_it_is_refused_with_the_reason(case, setup, tmp_path):
     more = {"eval_every_steps": 3} if case == "a weight after an evaluation" else {}
     train = run if case == "what backward needs is written" else kept.train  # who names it is dsframe.train
@@ -408,7 +314,7 @@ def test_it_is_refused_with_the_reason(case, setup, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize(("case", "setup"), each(RIGHT))
+@pytest.mark.parametrize(("case", "setup"), each({case: right for case, (*_, right) in CASES.items()}))
 def test_it_is_the_loop_by_hand(case, setup, tmp_path):
     """Over a restart, where the task has no state of its own."""
     for steps in (4,) if case in STATEFUL else (2, 4):
@@ -431,49 +337,177 @@ def test_ranks_call_the_same_where_an_evaluation_has_no_room_for_whole_weights(c
     + [("max_norm", "ddp"), ("max_norm", "zero3")],
 )
 def test_it_does_not_depend_on_accumulation(case, setup, tmp_path):
-    kept.train(tmp_path, file(case, setup) | {"gradient_accumulation_steps": 2}, SETUPS[setup][0]).check()
+    kept.train(tmp_path, file(case, setup, accumulation=2), SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
-def test_a_teacher_that_no_checkpoint_has_is_refused_at_a_resume(tmp_path):
-    document = file("a teacher that the task holds", "single", steps=2)
-    kept.train(tmp_path, document, 1).check()
-    document["dsframe"]["steps"] = 4
-    finished = kept.train(tmp_path, document, 1)
-    assert finished.returncode == 5
-    assert "teacher.2.weight, a state that the task keeps: a resumed run would begin with another" in finished.stderr
-
-
-@pytest.mark.parametrize("case", [*COUNTS, "a count in a buffer that is not saved"])
-def test_a_count_that_no_checkpoint_has_is_refused_at_a_resume(case, tmp_path):
-    finished = kept.train(tmp_path, file(case, "single", steps=2), 1).check()
-    where = (
-        "this program keeps values in globals, classes or closures"
-        if case in COUNTS
-        else "in attributes from one forward"
-    )
-    assert where in finished.stderr
+@pytest.mark.parametrize(
+    ("case", "said", "refused"),
+    [
+        (("HeldTeacher", {}), "teacher.0.weight", "teacher.2.weight, a state that the task keeps: a resumed run"),
+        *((case, "this program keeps values in globals, classes or closures", ON_STATE) for case in COUNTS),
+        ("a count in a buffer that is not saved", "in attributes from one forward", ON_STATE),
+        (("Slowing", {}), *["its buffers depend on them (calls, norm.momentum)"] * 2),
+        (("Noisy", {"listed": True}), *["loss of the same samples changes with each call"] * 2),
+        (("Noisy", {}), "draws with NumPy", "draws with a generator that the model or the task holds"),
+    ],
+    ids=lambda value: "-".join(map(str, [value[0], *value[1].values()])) if isinstance(value, tuple) else None,
+)
+def test_a_state_that_no_checkpoint_has_is_said_and_refused_at_a_resume(case, said, refused, tmp_path):
+    assert said in kept.train(tmp_path, file(case, "single", steps=2), 1).check().stderr
     finished = kept.train(tmp_path, file(case, "single", steps=4), 1)
     assert finished.returncode == 5
-    assert "its loss depends on them" in finished.stderr
+    assert refused in finished.stderr
+
+
+ROWS = "model or collate gives a row different outputs in different batches"
+KIND = "loss is neither a mean nor a sum over rows"
+RANDOM = "this training draws random numbers in step 3, different ones on each rank"
+IDLE = "up to step 1 some losses do not use 0.idle.bias, 0.idle.weight, 2.idle.bias, 2.idle.weight"
+DECAYED = {"decay": 0.1}
+COMPILED = {**DECAYED, "model": {"compile": "blocks"}}
+SAID = {
+    # name: (task, options, setups, what is said, what the file adds)
+    "rows that depend on each other": ("Centred", {"what": "always"}, ["ddp"], ROWS, {}),
+    "rows that depend in training": ("Centred", {"what": "training"}, ["ddp"], ROWS, {}),
+    "rows that decide for each other": ("Centred", {"what": "branch"}, ["ddp"], ROWS, {}),
+    "rows whose task says it": (
+        "Centred", {"what": "always", "batch_dependent": True}, ["ddp"], "outputs depend on the rest of a micro-batch", {},
+    ),
+    "one row in training": ("Centred", {"what": "training"}, ["single"], ROWS, {"accumulation": 8}),
+    "rows of a stream": ("Streamed", {"what": "always"}, ["ddp"], ROWS, {}),
+    "rows of a stream in training": ("Streamed", {"what": "training"}, ["fsdp"], ROWS, {}),
+    "rows that depend later": ("Pondering", {}, ["single", "ddp", "fsdp"], ROWS, {"steps": 5}),
+    "rows of a stream later": ("StreamedPondering", {}, ["single", "ddp"], ROWS, {"steps": 5}),
+    # No forward pass has other operations than the first one, and no step logs.
+    "rows that are dropped": ("Dropping", {}, ["single", "ddp"], ROWS, {"steps": 3, "log_every_steps": 3}),
+    "surgery on gradients": ("Surgery", {}, ["single", "ddp"], KIND, {"steps": 3, "log_every_steps": 3}),
+    "gradients asked for, rows": ("AskingForGradients", {"what": "batch"}, ["ddp"], ROWS, {}),
+    "gradients asked for, shards": ("AskingForGradients", {"what": "batch"}, ["fsdp"], "asks whether gradients are on", {}),
+    "gradients asked for, always": ("AskingForGradients", {"what": "always"}, ["fsdp"], ROWS, {}),
+    "gradients asked for, a count": ("AskingForGradients", {"what": "count"}, ["single"], "depends on them (calls)", {}),
+    "ranks that a loss counts": ("OfRanks", {}, ["ddp"], "this model's code asks for the number of processes", {}),
+    "updates that are counted": (
+        "CountsUpdates",
+        {},
+        ["single"],
+        "in its after_step (updates); whether its updates depend on them",
+        {"accumulation": 2},
+    ),
+    "a count that is not compared": (
+        "CountsAndWrites",
+        {"alike": False},
+        ["single"],
+        "in its forward pass (calls); whether its loss depends on them",
+        {"accumulation": 2},
+    ),
+    "a count beside writes": (
+        "CountsAndWrites",
+        {"alike": True},
+        ["single"],
+        "and its loss depends on them (calls)",
+        {"accumulation": 2},
+    ),
+    "a buffer of the backward pass": ("Slowed", {}, ["single"], "backward pass changes 0.scale", {"accumulation": 2}),
+    "a weight that grows": (
+        "Grown",
+        {},
+        ["single"],
+        "0.weight was written in the forward pass or the loss of each micro-batch",
+        {"accumulation": 2},
+    ),
+    "a hook of a gradient": ("Hooked", {"what": "gradient"}, ["ddp"], "backward pass (calls of a closure in", {}),
+    "a hook of sums of gradients": (
+        "Hooked",
+        {"what": "gradient"},
+        ["ddp"],
+        "in its backward pass (calls of a closure in foreign_tasks.py)",
+        {"accumulation": 2},
+    ),
+    "a teacher that a hook moves": ("HeldTeacher", {"where": "hook"}, ["single"], "a hook changes teacher.0.", {}),
+    "random numbers of a model": ("DrawsLater", {"where": "model"}, ["zero3"], RANDOM, {"steps": 6}),
+    "random numbers of a loss": ("DrawsLater", {"where": "loss"}, ["ddp"], RANDOM, {"steps": 6}),
+    "random numbers of NumPy": ("DrawsLater", {"where": "loss", "process": True}, ["single"], RANDOM, {"steps": 6}),
+    "a loss divided by itself": ("Normalised", {}, ["single", "ddp"], KIND, {}),
+    "a mean gradient": ("Balanced", {}, ["ddp"], KIND, {}),
+    "a mean gradient beside a penalty": ("Balanced", {"penalty": 0.01}, ["ddp"], KIND, {}),
+    "labels that rarely count": ("RarelyIgnored", {}, ["single"], KIND, {"order": "shuffled"}),
+    "a sum": ("Total", {}, ["single"], "this task's loss is a sum over rows", {}),
+    "a sum of few rows": ("Chosen", {}, ["single"], "is a mean over rows at first, and a sum in step ", {"accumulation": 2}),
+    "a sum that begins later": ("LateSum", {}, ["single", "zero3"], "a mean over rows at first, and a sum in step 2", {}),
+    "a clip by a hook": ("Guarded", {"what": "clip"}, ["ddp"], "changes the gradient of an output, and not linearly", {}),
+    "a clip by a function": ("Guarded", {"what": "function"}, ["ddp"], "_Clip.backward changes gradients, and not", {}),
+    "a clip by a helper": ("Guarded", {"what": "helper"}, ["ddp"], "_ClipByHelper.backward changes gradients, and not", {}),
+    "a clip by a module's hook": ("Guarded", {"what": "module"}, ["ddp"], "hook of head changes gradients, and not", {}),
+    "statistics of torch's": ("Statistics", {"what": "instance"}, ["ddp"], "InstanceNorm keeps statistics of micro-", {}),
+    "statistics of its own": ("Statistics", {"what": "own"}, ["ddp"], "buffer 0.running_mean follows the samples", {}),
+    "layers of every second step": (
+        "Sometimes",
+        {"idle": False},
+        ["single", "ddp", "fsdp", "zero3"],
+        "up to step 2 some losses do not use even.bias, even.weight, odd.bias, odd.weight",
+        {},
+    ),
+    "idle layers": ("Sometimes", {"idle": True}, ENGINES, "up to step 1 some losses do not use even.bias, even.weight", DECAYED),
+    "idle layers of two models": (
+        "TwoSometimes",
+        {},
+        ["single", "ddp", "fsdp", "zero3"],
+        "up to step 1 some losses do not use first.even.bias, first.even.weight",
+        DECAYED,
+    ),
+    "idle parameters of compiled blocks": ("IdleParts", {}, ["single", "ddp", "fsdp"], IDLE, COMPILED),
+    "idle parameters of stages": ("IdleParts", {}, ["stages"], IDLE, DECAYED),
+}  # fmt: skip
+LATER_ON = {"a sum of few rows", "a sum that begins later", "layers of every second step"}
+"""What is not said before the second step, beside what takes more steps."""
+KINDS = (
+    "this task's loss is",
+    "this model's",
+    "draws random numbers",
+    ROWS,
+    "and not linearly",
+    "some losses do not use",
+)
+"""Of which a program gets one line at most."""
 
 
 @pytest.mark.parametrize(
-    ("listed", "said", "refused"),
-    [
-        (True, *["loss of the same samples changes with each call"] * 2),
-        (
-            False,
-            "model or loss draws with NumPy",
-            "model or loss draws with a generator that the model or the task holds",
-        ),
-    ],
+    ("name", "setup"), [(name, setup) for name, (_, _, setups, _, _) in SAID.items() for setup in setups]
 )
-def test_a_generator_that_no_checkpoint_has_is_refused_at_a_resume(listed, said, refused, tmp_path):
-    assert said in kept.train(tmp_path, file(("Noisy", {"listed": listed}), "single", steps=2), 1).check().stderr
-    finished = kept.train(tmp_path, file(("Noisy", {"listed": listed}), "single", steps=4), 1)
-    assert finished.returncode == 5
-    assert refused in finished.stderr
+def test_what_would_train_otherwise_is_said_once(name, setup, tmp_path):
+    task, options, _, said, more = SAID[name]
+    stderr = kept.train(tmp_path, file((task, options), setup, **more), SETUPS[setup][0]).check().stderr
+    assert stderr.count(said) == 1, stderr
+    assert max(map(stderr.count, KINDS)) <= 1, stderr
+    if name not in LATER_ON and "steps" not in more:
+        assert said in stderr.partition("step 2/")[0]
+
+
+SILENT = {
+    # name: (task, options, setups, what is not said, what the file adds)
+    "rows whose task says it": ("Centred", {"what": "always", "batch_dependent": True}, ["ddp"], ROWS, {}),
+    "rows of a stream": ("Streamed", {"what": "nothing"}, ["ddp", "single"], ROWS, {}),
+    "rows of their own later": ("Pondering", {"loops": True}, ["single", "ddp", "fsdp"], ROWS, {"steps": 5}),
+    "rows of a stream later": ("StreamedPondering", {"loops": True}, ["single", "ddp"], ROWS, {"steps": 5}),
+    "ranks of a model with collectives": ("Again", {"what": "communicates"}, ["ddp"], "asks for the number of proc", {}),
+    "labels that rarely count": ("RarelyIgnored", {}, ["single"], ROWS, {"order": "shuffled"}),
+    "no random numbers": ("DrawsLater", {}, ["single"], "draws random numbers", {"steps": 6}),
+    "a loss in bf16": ("Rounded", {"dtype": "bfloat16"}, ["single", "ddp"], "micro batch size", {}),
+    "a loss in fp16": ("Rounded", {"dtype": "float16"}, ["single"], "micro batch size", {}),
+    "gradients that are turned": ("Guarded", {"what": "turn"}, ["ddp"], "and not linearly", {}),
+    "gradients straight through": ("Guarded", {"what": "straight through"}, ["ddp"], "and not linearly", {}),
+    "idle layers that nothing moves": ("Sometimes", {"idle": True}, ["single", "ddp", "fsdp", "zero3"], "do not use", {}),
+    "what a metric counts": ("CalledMetric", {}, ["single"], "no checkpoint has it", {"eval_every_steps": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "setup"), [(name, setup) for name, (_, _, setups, _, _) in SILENT.items() for setup in setups]
+)
+def test_what_trains_alike_is_not_said(name, setup, tmp_path):
+    task, options, _, said, more = SILENT[name]
+    assert said not in kept.train(tmp_path, file((task, options), setup, **more), SETUPS[setup][0]).check().stderr
 
 
 @pytest.mark.parametrize(
@@ -489,50 +523,6 @@ def test_what_a_hook_freezes_before_a_save_is_refused(setup, late, said, tmp_pat
     finished = kept.train(tmp_path, file(("Phases", {"late": late}), setup, steps=2), SETUPS[setup][0])
     assert finished.returncode == 5
     assert said in finished.stderr
-
-
-def test_a_count_that_buffers_depend_on_is_refused_at_a_resume(tmp_path):
-    text = "its buffers depend on them (calls, norm.momentum)"
-    assert text in kept.train(tmp_path, file(("Slowing", {}), "single", steps=2), 1).check().stderr
-    finished = kept.train(tmp_path, file(("Slowing", {}), "single", steps=4), 1)
-    assert finished.returncode == 5
-    assert text in finished.stderr
-
-
-@pytest.mark.parametrize(
-    ("what", "says"), [("always", {}), ("training", {}), ("branch", {}), ("always", {"batch_dependent": True})]
-)
-def test_rows_that_depend_on_other_rows_are_said(what, says, tmp_path):
-    finished = kept.train(tmp_path, file(("Centred", {"what": what, **says}), "ddp"), 2).check()
-    first_step = finished.stderr.partition("step 2/")[0]
-    assert ("model or collate gives a row different outputs in different batches" in first_step) == (not says)
-    assert ("outputs depend on the rest of a micro-batch" in finished.stderr) == bool(says)
-
-
-@pytest.mark.parametrize(
-    ("what", "setup", "said"),
-    [("always", "ddp", 1), ("training", "fsdp", 1), ("nothing", "ddp", 0), ("nothing", "single", 0)],
-)
-def test_rows_of_a_stream_that_depend_on_each_other_are_said(what, setup, said, tmp_path):
-    finished = kept.train(tmp_path, file(("Streamed", {"what": what}), setup), SETUPS[setup][0]).check()
-    assert finished.stderr.count("model or collate gives a row different outputs in different batches") == said
-
-
-@pytest.mark.parametrize("setup", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("loops", [False, True])
-def test_rows_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
-    """Where the hardest row decides for all; not where each row has its own, whatever else is computed."""
-    finished = kept.train(tmp_path, file(("Pondering", {"loops": loops}), setup, steps=5), SETUPS[setup][0]).check()
-    text = "model or collate gives a row different outputs in different batches"
-    assert finished.stderr.count(text) == (not loops), finished
-
-
-@pytest.mark.parametrize("setup", ["single", "ddp"])
-@pytest.mark.parametrize("loops", [False, True])
-def test_rows_of_a_stream_that_depend_on_other_rows_later_are_said(setup, loops, tmp_path):
-    document = file(("StreamedPondering", {"loops": loops}), setup, steps=5)
-    said = kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr
-    assert said.count("model or collate gives a row different outputs in different batches") == (not loops)
 
 
 @pytest.mark.parametrize(
@@ -556,29 +546,6 @@ def test_what_a_hook_keeps_is_a_state_of_the_program(what, names, tmp_path):
     assert f"its loss depends on them ({names}): no checkpoint has them" in finished.stderr
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_a_gradients_hook_keeps_is_said(accumulation, tmp_path):
-    document = file(("Hooked", {"what": "gradient"}), "ddp") | {"gradient_accumulation_steps": accumulation}
-    finished = kept.train(tmp_path, document, 2).check()
-    assert "in its backward pass (calls of a closure in foreign_tasks.py)" in finished.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "setup"),
-    [
-        ({"where": "model"}, "zero3"),
-        ({"where": "loss"}, "ddp"),
-        ({"where": "loss", "process": True}, "single"),
-        ({}, "single"),
-    ],
-)
-def test_random_numbers_that_come_later_are_said_once(options, setup, tmp_path):
-    document = file(("DrawsLater", options), setup, steps=6)
-    said = kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr
-    text = "this training draws random numbers in step 3, different ones on each rank"
-    assert said.count(text) == said.count("draws random numbers") == bool(options)
-
-
 def test_random_numbers_of_an_optimizer_are_said(tmp_path):
     document = file(("DrawsLater", {}), "single") | {"optimizer": {"type": "task", "params": {"lr": 0.1}}}
     assert "this training draws random numbers in step 2" in kept.train(tmp_path, document, 1).check().stderr
@@ -591,151 +558,35 @@ def test_numbers_that_come_later_and_belong_to_no_sample_are_refused(tmp_path):
     assert "per_sample_randomness: step 3 draws numbers for no sample" in finished.stderr
 
 
-@pytest.mark.parametrize(("dtype", "setup"), [("bfloat16", "single"), ("bfloat16", "ddp"), ("float16", "single")])
-def test_a_loss_in_16_bits_is_a_mean(dtype, setup, tmp_path):
-    finished = kept.train(tmp_path, file(("Rounded", {"dtype": dtype}), setup), SETUPS[setup][0]).check()
-    assert "micro batch size" not in finished.stderr
-
-
-@pytest.mark.parametrize("setup", ["single", "ddp"])
-def test_a_loss_divided_by_itself_is_said(setup, tmp_path):
-    finished = kept.train(tmp_path, file(("Normalised", {}), setup), SETUPS[setup][0]).check()
-    assert finished.stderr.count("this task's loss is neither a mean nor a sum over rows") == 1
-
-
-def test_a_sum_on_one_process_is_said_once(tmp_path):
-    said = kept.train(tmp_path, file(("Total", {}), "single"), 1).check().stderr
-    assert said.count("this task's loss is") == said.count("this task's loss is a sum over rows") == 1
-
-
-def test_a_loss_over_labels_that_rarely_count_is_named(tmp_path):
-    finished = kept.train(tmp_path, file(("RarelyIgnored", {}), "single", order="shuffled"), 1).check()
-    assert finished.stderr.count("this task's loss is neither a mean nor a sum over rows") == 1
-    assert "gives a row different outputs" not in finished.stderr
-
-
-@pytest.mark.parametrize(
-    "setup",
-    [
-        "single",
-        "ddp",
-        "fsdp",
-        "zero3",
-        *(pytest.param(setup, marks=pytest.mark.long) for setup in ("horovod", "zero2")),
-    ],
-)
-def test_parameters_that_some_losses_do_not_use_are_said_alike(setup, tmp_path):
-    said = []
-    for name, (task, decay) in {
-        "sometimes": ("Sometimes", 0.0),
-        "never": ("Sometimes", 0.1),
-        "never moved": ("Sometimes", 0.0),
-        "two models": ("TwoSometimes", 0.1),
-    }.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        options = {} if task == "TwoSometimes" else {"idle": name != "sometimes"}
-        document = file((task, options), setup)
-        document["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": decay}}
-        lines = kept.train(folder, document, SETUPS[setup][0]).check().stderr.splitlines()
-        said.append(
-            [
-                line.partition(": the gradient")[0].partition("note: ")[2]
-                for line in lines
-                if "some losses do not use" in line
-            ]
-        )
-    assert said == [
-        ["up to step 2 some losses do not use even.bias, even.weight, odd.bias, odd.weight"],
-        ["up to step 1 some losses do not use even.bias, even.weight"],
-        [],
-        ["up to step 1 some losses do not use first.even.bias, first.even.weight"],
-    ]
-
-
 @pytest.mark.parametrize(("accumulation", "hard"), [(1, 17), (2, 22), (8, 23)])
 def test_rows_that_depend_on_other_rows_later_are_said_at_once(accumulation, hard, tmp_path):
     """On one process, in a step that does not log; whichever micro-batch it is, of one row too."""
-    document = file(("Pondering", {"hard": hard}), "single", steps=20, log_every_steps=10)
-    said_by = kept.train(tmp_path, document | {"gradient_accumulation_steps": accumulation}, 1).check().stderr
-    said = said_by.index("model or collate gives a row different outputs in different batches")
+    document = file(("Pondering", {"hard": hard}), "single", accumulation=accumulation, steps=20, log_every_steps=10)
+    said_by = kept.train(tmp_path, document, 1).check().stderr
+    said = said_by.index(ROWS)
     assert said_by.index("step  2/20") < said < said_by.index("step  5/20")
 
 
-def test_rows_that_depend_in_training_alone_are_said_of_one_row(tmp_path):
-    document = file(("Centred", {"what": "training"}), "single") | {"gradient_accumulation_steps": 8}
-    assert "gives a row different outputs in different batches" in kept.train(tmp_path, document, 1).check().stderr
-
-
-def test_a_mean_over_few_rows_that_is_a_sum_later_is_said(tmp_path):
-    document = file(("Chosen", {}), "single") | {"gradient_accumulation_steps": 2}
-    finished = kept.train(tmp_path, document, 1).check()
-    assert "this task's loss is a mean over rows at first, and a sum in step " in finished.stderr
-
-
-@pytest.mark.parametrize("setup", ["single", "zero3"])
-def test_a_sum_that_begins_later_is_said(setup, tmp_path):
-    finished = kept.train(tmp_path, file(("LateSum", {}), setup), SETUPS[setup][0]).check()
-    assert finished.stderr.count("this task's loss is a mean over rows at first, and a sum in step 2") == 1
+def curve(folder, case, setup, **more):
+    """The losses of a training in a folder of its own."""
+    own = folder / f"{setup} {len(more)}"
+    own.mkdir()
+    kept.train(own, file(case, setup, **more), SETUPS[setup][0]).check()
+    return list(losses(own / "run").values())
 
 
 @pytest.mark.parametrize(
-    ("case", "setup", "said"),
+    ("case", "ways"),
     [
-        (("OfRanks", {}), "ddp", "this model's code asks for the number of processes"),
-        (("CountsUpdates", {}), "single", "in its after_step (updates); whether its updates depend on them"),
-        (
-            ("CountsAndWrites", {"alike": False}),
-            "single",
-            "in its forward pass (calls); whether its loss depends on them",
-        ),
-        (("CountsAndWrites", {"alike": True}), "single", "and its loss depends on them (calls)"),
-        (("Slowed", {}), "single", "this model's backward pass changes 0.scale"),
-        (("Grown", {}), "single", "0.weight was written in the forward pass or the loss of each micro-batch"),
-        (("AskingForGradients", {"what": "batch"}), "ddp", "gives a row different outputs in different batches"),
-        (("AskingForGradients", {"what": "batch"}), "fsdp", "code asks whether gradients are on"),
-        (("AskingForGradients", {"what": "always"}), "fsdp", "gives a row different outputs in different batches"),
-        (("AskingForGradients", {"what": "count"}), "single", "its loss depends on them (calls)"),
+        (("TwoTables", {}), [("ddp", {}), ("zero3", {})]),
+        (("LossInTraining", {"loss_is": "sum"}), [("single", {"accumulation": 2}), ("fsdp", {})]),
     ],
-    ids=lambda value: "-".join(map(str, [value[0], *value[1].values()])) if isinstance(value, tuple) else "",
+    ids=["limits in several models", "a loss that a model computes in training"],
 )
-def test_what_looks_do_not_move_is_said(case, setup, said, tmp_path):
-    document = file(case, setup) | {"gradient_accumulation_steps": 2 if setup == "single" else 1}
-    finished = kept.train(tmp_path, document, SETUPS[setup][0]).check()
-    assert finished.stderr.count(said) == finished.stderr.partition("step 2/")[0].count(said) == 1
-
-
-def test_a_model_with_collectives_may_ask_for_the_number_of_processes(tmp_path):
-    finished = kept.train(tmp_path, file(("Again", {"what": "communicates"}), "ddp"), 2).check()
-    assert "asks for the number of processes" not in finished.stderr
-
-
-def test_a_loss_that_a_model_computes_in_training_alone_is_of_its_kind_there(tmp_path):
-    finished = kept.train(tmp_path, file(("LossInTraining", {}), "zero3"), 2)
-    assert finished.returncode == 5
-    assert "LossInTraining.loss gives a sum over the rows of a micro-batch" in finished.stderr
-    found = []
-    for setup, micro_batches in (("single", 1), ("single", 2), ("fsdp", 1)):
-        folder = tmp_path / f"{setup} {micro_batches}"
-        folder.mkdir()
-        document = file(("LossInTraining", {"loss_is": "sum"}), setup)
-        kept.train(folder, document | {"gradient_accumulation_steps": micro_batches}, SETUPS[setup][0]).check()
-        found.append(list(losses(folder / "run").values()))
-    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
-
-
-@pytest.mark.parametrize("setup", ["single", "ddp"])
-@pytest.mark.parametrize(
-    ("task", "said"),
-    [
-        ("Dropping", "model or collate gives a row different outputs in different batches"),
-        ("Surgery", "loss is neither a mean nor a sum over rows"),
-    ],
-)
-def test_what_the_first_rows_do_not_show_is_said_by_the_second_step(task, said, setup, tmp_path):
-    """Although no forward pass has other operations than the first one, and no step logs."""
-    document = file((task, {}), setup, steps=3, log_every_steps=3)
-    assert kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr.count(said) == 1
+def test_it_trains_as_one_process_does(case, ways, tmp_path):
+    alone = curve(tmp_path, case, "single")
+    for setup, more in ways:
+        assert curve(tmp_path, case, setup, **more) == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("setup", ["single", "fsdp"])
@@ -746,16 +597,6 @@ def test_a_mode_that_forward_sets_is_no_state(setup, tmp_path):
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(("Modes", {})), rel=1e-6)
 
 
-@pytest.mark.parametrize("setup", ["single", "ddp", "fsdp", "stages"])
-def test_parameters_that_no_loss_uses_are_said_if_compiled_and_in_stages(setup, tmp_path):
-    more = {} if setup == "stages" else {"model": {"compile": "blocks"}}
-    document = file(("IdleParts", {}), setup, **more)
-    document["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
-    said = kept.train(tmp_path, document, SETUPS[setup][0]).check().stderr
-    names = "0.idle.bias, 0.idle.weight, 2.idle.bias, 2.idle.weight"
-    assert said.count(f"up to step 1 some losses do not use {names}") == 1
-
-
 @pytest.mark.parametrize("setup", ["single", "ddp", "zero3"])
 def test_a_metric_that_the_task_holds_is_over_all_rows(setup, tmp_path):
     kept.train(tmp_path, file(("HeldMetric", {}), setup, eval_every_steps=2), SETUPS[setup][0]).check()
@@ -764,11 +605,6 @@ def test_a_metric_that_the_task_holds_is_over_all_rows(setup, tmp_path):
     assert len(of_evaluations) == 2
     for evaluation in of_evaluations:
         assert evaluation["held"] == pytest.approx(evaluation["right"])
-
-
-def test_what_a_metric_counts_is_no_state_of_the_training(tmp_path):
-    finished = kept.train(tmp_path, file(("CalledMetric", {}), "single", eval_every_steps=2), 1).check()
-    assert "no checkpoint has it" not in finished.stderr
 
 
 @pytest.mark.parametrize(("by", "setup"), [("scheduler", "ddp"), ("hook", "single"), ("optimizer", "fsdp")])
@@ -784,18 +620,9 @@ def test_a_rate_that_something_else_sets_is_refused(by, setup, tmp_path):
 @pytest.mark.parametrize(("where", "name"), [("function", "_Scale.calls"), ("hook", "calls")])
 def test_what_a_backward_pass_counts_is_said(where, name, tmp_path):
     case = ("CountsBackward", {"where": where})
-    finished = kept.train(tmp_path, file(case, "single") | {"gradient_accumulation_steps": 1}, 1).check()
+    finished = kept.train(tmp_path, file(case, "single"), 1).check()
     assert f"in its backward pass ({name}); whether its gradients depend on them was not examined" in finished.stderr
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
-
-
-def test_limits_hold_in_several_models(tmp_path):
-    found = []
-    for setup in ("single", "ddp", "zero3"):
-        (tmp_path / setup).mkdir()
-        kept.train(tmp_path / setup, file(("TwoTables", {}), setup), SETUPS[setup][0]).check()
-        found.append(list(losses(tmp_path / setup / "run").values()))
-    assert found[1:] == [pytest.approx(found[0], rel=1e-6)] * 2
 
 
 @pytest.mark.parametrize("setup", ["single", "ddp", "horovod", "fsdp"])
@@ -830,68 +657,8 @@ def test_it_goes_on_elsewhere(case, setups, tmp_path):
 
 @pytest.mark.parametrize("setup", ["single", "zero3", "fsdp"])
 def test_recomputed_blocks_change_their_buffers_once(setup, tmp_path):
-    found = {}
-    for again in (False, True):
-        folder = tmp_path / str(again)
-        folder.mkdir()
-        kept.train(
-            folder, file(("Buffers", {}), setup, model={"activation_checkpointing": again}), SETUPS[setup][0]
-        ).check()
-        found[again] = losses(folder / "run")
-    assert found[True] == found[False]
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("clip", "changes the gradient of an output"),
-        ("function", "_Clip.backward changes gradients"),
-        ("helper", "_ClipByHelper.backward changes gradients"),
-        ("module", "a backward hook of head changes gradients"),
-        ("before a module", "a backward hook of head changes gradients"),
-        ("turn", ""),
-        ("look", ""),
-        ("straight through", ""),
-    ],
-)
-def test_what_clips_gradients_in_the_backward_pass_is_said(what, said, tmp_path):
-    finished = kept.train(tmp_path, file(("Guarded", {"what": what}), "ddp"), 2).check()
-    assert finished.stderr.count("and not linearly") == (1 if said else 0)
-    assert f"{said}, and not linearly" in finished.stderr or not said
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("instance", "InstanceNorm keeps statistics of micro-batches"),
-        ("own", "buffer 0.running_mean follows the samples"),
-    ],
-)
-def test_statistics_of_samples_are_said(what, said, tmp_path):
-    finished = kept.train(tmp_path, file(("Statistics", {"what": what}), "ddp"), 2).check()
-    assert [line for line in finished.stderr.splitlines() if "this model's" in line and said in line]
-    assert finished.stderr.count("this model's") == 1
-
-
-@pytest.mark.parametrize("where", ["loss", "hook"])
-def test_a_teacher_that_no_checkpoint_has_is_said(where, tmp_path):
-    finished = kept.train(tmp_path, file(("HeldTeacher", {"where": where}), "single"), 1).check()
-    (line,) = (line for line in finished.stderr.splitlines() if "which no checkpoint has" in line)
-    assert "teacher.0.weight" in line
-    assert ("a hook changes" in line) == (where == "hook")
-
-
-def test_what_a_hook_changes_is_said(tmp_path):
-    finished = kept.train(tmp_path, file(("Annealed", {}), "single", steps=1), 1).check()
-    assert "a hook changes scale, weight, which no checkpoint has: a resumed run begins with another" in finished.stderr
-
-
-@pytest.mark.parametrize("penalty", [None, 0.01])
-def test_a_loss_of_the_mean_gradient_is_said(penalty, tmp_path):
-    finished = kept.train(tmp_path, file(("Balanced", {"penalty": penalty}), "ddp"), 2).check()
-    assert (
-        "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size" in finished.stderr
-    )
+    recomputed = curve(tmp_path, ("Buffers", {}), setup, model={"activation_checkpointing": True})
+    assert recomputed == curve(tmp_path, ("Buffers", {}), setup)
 
 
 @pytest.mark.parametrize("setup", ["ddp", "zero3"])
@@ -911,13 +678,8 @@ def test_rows_of_padding_do_not_count_in_a_class(tmp_path):
     assert len(values) == 1
 
 
-@pytest.mark.parametrize(
-    "setup", ["fsdp", pytest.param("ddp", marks=pytest.mark.long), pytest.param("zero3", marks=pytest.mark.long)]
-)
-def test_rows_of_padding_do_not_count_in_several_models(setup, tmp_path):
-    document = file("classes", setup)
-    document["dsframe"] |= {"task": {"name": "tests.engines.foreign_tasks:Judged"}, "eval_every_steps": 2}
-    kept.train(tmp_path, document, SETUPS[setup][0]).check()
+def test_rows_of_padding_do_not_count_in_several_models(tmp_path):
+    kept.train(tmp_path, file(("Judged", {}), "fsdp", eval_every_steps=2), 2).check()
     first = torch.stack([rows[0] for rows, _ in foreign_tasks.Judged().eval_data()])
     metrics = read_summary(tmp_path / "run")["metrics"]
     assert metrics["number"] == 13

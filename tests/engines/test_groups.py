@@ -10,33 +10,15 @@ from tests.engines.groups import CASES
 from tests.engines.test_tensor import BF16_NOISE, NOISE, check_round_trips, distance
 from tests.processes import reported
 
-LONG = ("zero1 bf16", "adapter zero1 bf16", "adapter fsdp bf16", "adapter nf4 zero2 cpu")
-"""Number formats of engines that are here in fp32, where another engine is here in that format."""
-SHORT = [case for case in CASES if case not in LONG]
-
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return reported("groups", tmp_path_factory.mktemp("groups"), 2, SHORT)
+    return reported("groups", tmp_path_factory.mktemp("groups"), 2, CASES)
 
 
-@pytest.fixture(scope="module")
-def more_reports(tmp_path_factory):
-    return reported("groups", tmp_path_factory.mktemp("groups"), 2, LONG)
-
-
-@pytest.mark.parametrize("case", SHORT)
+@pytest.mark.parametrize("case", CASES)
 def test_groups_are_those_of_one_process(case, reports):
-    check(case, reports[case])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", LONG)
-def test_more_formats(case, more_reports):
-    check(case, more_reports[case])
-
-
-def check(case, report):
+    report = reports[case]
     noise = BF16_NOISE if "bf16" in case else NOISE
     assert report["before"] == 0.0
     assert distance(report["alone"], report["cut"], 0) < noise["loss"]

@@ -2,25 +2,15 @@
 
 import functools
 import json
-import signal
-import time
 
 import pytest
 
 from dsframe.run_dir.record import read_summary
 from tests import kept
 from tests.processes import forked, horovodrun, run_ranks, warm
-from tests.unit.test_inference import SAMPLES, Plane
+from tests.unit.test_inference import SAMPLES
 
 TASK = '{"name": "tests.unit.test_inference:Plane"}'
-
-
-class Slow(Plane):
-    """Waits before each batch of predictions."""
-
-    def predictions(self, outputs, targets):
-        time.sleep(20.0)
-        return super().predictions(outputs, targets)
 
 
 @pytest.fixture(scope="module")
@@ -78,21 +68,3 @@ def test_predictions_are_the_same_on_any_number_of_processes(trained, tmp_path):
         found.append(out.read_text())
     assert len(found[0].splitlines()) == SAMPLES
     assert all(text == found[0] for text in found)
-
-
-def test_a_killed_prediction_leaves_nothing_that_looks_complete(trained, tmp_path):
-    out = tmp_path / "rows.jsonl"
-
-    def kill(running):
-        running.wait_for(lambda: any(tmp_path.glob(".rows.jsonl.*")), timeout_seconds=60, what="rows were written")
-        for rank in running.ranks().values():
-            rank.send_signal(signal.SIGKILL)
-
-    slow = ("--set", 'dsframe.task={"name": "tests.engines.test_inference:Slow"}')
-    words = ["predict", str(trained), "--out", str(out), "--engine", "ddp", *slow]
-    finished = on(warm, 2, *words, while_running=kill)
-    assert finished.returncode != 0
-    assert not out.exists()
-    on(warm, 2, *words[:-2]).check()
-    assert len(out.read_text().splitlines()) == SAMPLES
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]

@@ -1,18 +1,56 @@
-"""Any engine under any launcher, and the two lines of the README exactly as a person types them."""
+"""Any engine under any launcher, and the two lines of the README exactly as a person types them.
 
-import contextlib
+``make launchers`` runs every cell of the matrix. The commands are those that ``dsframe launch --print`` shows.
+"""
+
 import re
+import shutil
 
 import pytest
 
 from dsframe.config import load
 from dsframe.run_dir.record import read_summary
-from tests import launchers
-from tests.cluster.slurm import DoesNotStartError
-from tests.files import write_json
-from tests.processes import run_ranks
+from dsframe.tools.launch.launchers import Job, plan
+from tests.cluster import network, slurm
+from tests.cluster.jobs import losses
+from tests.files import ds_config, write_json
+from tests.processes import free_port, run_ranks
 
-CELLS = (
+PROCESSES, STEPS = 2, 10
+LAUNCHERS = ("deepspeed", "torchrun", "horovodrun", "mpirun", "srun")
+ENGINES = {
+    "zero1": ("deepspeed", {"zero_optimization": {"stage": 1}}),
+    "zero3": ("deepspeed", {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+    "pipeline": ("deepspeed", {"pipeline": {"stages": 2}}),
+    "horovod": ("horovod", {}),
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+}
+"""Name -> the engine and what its file says beyond the others'."""
+TRAINING = ds_config(
+    8,
+    "AdamW",
+    0.002,
+    sections={"train_micro_batch_size_per_gpu": 2},
+    task={"name": "language", "layers": 2, "width": 32, "context": 32, "corpus": "synthetic", "samples": 300},
+    steps=STEPS,
+    eval_micro_batch_size=200,
+    log_every_steps=1,
+    checkpoints={"at_end": False},
+)
+TOLERANCE = 1e-5
+
+
+def missing(launcher):
+    """Why a launcher cannot be tried here, in one line; empty where it can."""
+    if launcher == "srun":
+        return slurm.missing() or network.missing()
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        return "no mpirun: apt-get install openmpi-bin"
+    return ""
+
+
+OFTEN = (
     ("zero3", "deepspeed"),
     ("zero1", "horovodrun"),
     ("pipeline", "srun"),
@@ -21,14 +59,54 @@ CELLS = (
     ("ddp", "horovodrun"),
     ("fsdp", "mpirun"),
 )
-"""Of the matrix of `make launchers`: every engine and every launcher."""
-MORE_CELLS = (
-    ("zero3", "mpirun"),
-    ("pipeline", "torchrun"),
-    ("horovod", "deepspeed"),
-    ("horovod", "srun"),
+"""Of the matrix: every engine and every launcher."""
+
+
+def train(engine, more, launcher, processes, folder, cluster=None):
+    """The losses. ``cluster``: for srun."""
+    write_json(folder / "file.json", TRAINING | more)
+    arguments = ("--config", "file.json", "--engine", engine, "--run-dir", "run")
+    launch = plan(launcher, Job(processes, ("-m", "dsframe.train"), arguments, port=free_port()))
+    command, variables = list(launch.command), dict(launch.environment)
+    if cluster:
+        hosts, scheduler = cluster
+        command, variables = hosts.on("node1", command), variables | scheduler.environment
+    run_ranks(command, cwd=folder, env=variables, timeout_seconds=150).check()
+    summary = read_summary(folder / "run")
+    assert (summary["engine"], summary["launcher"], summary["world_size"]) == (engine, launcher, processes)
+    return losses(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Of one process of plain PyTorch."""
+    return train("single", {}, "python", 1, tmp_path_factory.mktemp("expected"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    try:
+        with network.Network(folder / "network") as hosts, slurm.Slurm(hosts, folder / "slurm") as scheduler:
+            yield hosts, scheduler
+    except slurm.DoesNotStartError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("engine", "launcher"),
+    [
+        pytest.param(engine, launcher, marks=[pytest.mark.long] * ((engine, launcher) not in OFTEN))
+        for engine in ENGINES
+        for launcher in LAUNCHERS
+    ],
 )
-"""Horovod's own rendezvous under each of the others', and cells whose engine and launcher are in CELLS with another."""
+def test_cells_have_the_same_losses(engine, launcher, expected, tmp_path, request):
+    if reason := missing(launcher):
+        pytest.skip(reason)
+    cluster = request.getfixturevalue("cluster") if launcher == "srun" else None
+    found = train(*ENGINES[engine], launcher, PROCESSES, tmp_path, cluster)
+    assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
 def short(directory, steps):
@@ -41,31 +119,6 @@ def short(directory, steps):
         "task": {"name": "vision", "dataset": "synthetic", "samples": 1024},
     }
     write_json(directory / "zero3.json", document)
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    return launchers.expected(tmp_path_factory.mktemp("expected"))
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        try:
-            found = stack.enter_context(launchers.slurm_cluster(tmp_path_factory.mktemp("slurm")))
-        except DoesNotStartError as error:
-            pytest.skip(str(error))
-        yield found
-
-
-@pytest.mark.parametrize(
-    ("engine", "launcher"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.long) for cell in MORE_CELLS)]
-)
-def test_cells_have_the_same_losses(engine, launcher, expected, tmp_path, request):
-    if reason := launchers.missing(launcher):
-        pytest.skip(reason)
-    cluster = request.getfixturevalue("cluster") if launcher == "srun" else None
-    assert launchers.train(engine, launcher, tmp_path, cluster) == pytest.approx(expected, abs=launchers.TOLERANCE)
 
 
 @pytest.mark.parametrize(

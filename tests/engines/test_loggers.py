@@ -1,63 +1,46 @@
-"""TensorBoard and Weights & Biases write what the run's own record has, on every kind of engine; and the
-run's directory says where it comes from."""
+"""TensorBoard and Weights & Biases write what the run's own record has."""
 
 import re
 
 import pytest
 
-from dsframe.cli import main
-from dsframe.config import load
 from dsframe.tools.report.runs import read_run
 from tests.files import ds_config, write_json
-from tests.processes import horovodrun, run_ranks, torchrun
+from tests.processes import run_ranks, torchrun
 from tests.unit.test_loggers import scalars
 
 STEPS, BATCH = 4, 8
 SECRET = "the-key-of-an-account"
-PIPELINE = {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}}
-CASES = {
-    "pipeline": ("deepspeed", {**PIPELINE, "gradient_clipping": 0.0}),
-    "horovod": ("horovod", {}),
-}
+TASK = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
 
 
-def file(folder, engine, more):
-    task = {
-        "name": "language",
-        "layers": 2,
-        "heads": 2,
-        "width": 32,
-        "context": 16,
-        "corpus": "synthetic",
-        "samples": 64,
-    }
-    section = {
-        "engine": engine, "task": task, "steps": STEPS, "log_every_steps": 1, "run_dir": str(folder / "run"),
-        "eval_micro_batch_size": 200,
-    }  # fmt: skip
-    content = ds_config(
+def file(folder):
+    """Of a pipeline, whose last stage has the loss, and the first one the loggers."""
+    return ds_config(
         BATCH,
         "AdamW",
         1e-3,
         sections={
             "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": 0},
+            "pipeline": {"stages": 2},
+            "gradient_clipping": 0.0,
             "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
             "wandb": {"enabled": True, "project": "tests"},
         },
-        **section,
+        engine="deepspeed",
+        task=TASK,
+        steps=STEPS,
+        log_every_steps=1,
+        run_dir=str(folder / "run"),
+        eval_micro_batch_size=200,
     )
-    path = folder / "file.json"
-    write_json(path, content | more)
-    return path
 
 
-@pytest.mark.parametrize("case", ["pipeline", pytest.param("horovod", marks=pytest.mark.long)])
-def test_every_logger_has_what_the_record_has(case, tmp_path):
-    engine, more = CASES[case]
-    path = file(tmp_path, engine, more)
-    launch = horovodrun if engine == "horovod" else torchrun
+def test_every_logger_has_what_the_record_has(tmp_path):
+    path = write_json(tmp_path / "file.json", file(tmp_path))
     secret = ["--set", f'comet={{"enabled": true, "api_key": "{SECRET}"}}']
-    command = launch(2, ["-m", "dsframe.train", "--config", str(path), *secret])
+    command = torchrun(2, ["-m", "dsframe.train", "--config", str(path), *secret])
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     finished = run_ranks(command, timeout_seconds=300, env=offline).check()
     run = read_run(tmp_path / "run")
@@ -77,26 +60,7 @@ def test_every_logger_has_what_the_record_has(case, tmp_path):
     expected = rf"{labelled}|{progress}|wandb|(^|:)\s*$"
     noise = [line for line in finished.output.splitlines() if not re.search(expected, line)]
     assert noise == []
-    # the directory explains itself, and its file is the same training again
-    assert run.summary is not None
-    assert "--config" in run.origin["command"]
-    assert run.origin["versions"]["torch"]
-    assert run.origin["versions"]["dsframe"]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [f"step-{STEPS:08}"]
-    spent = run.summary["startup_seconds"]
-    assert list(spent) == [
-        "python", "imports", "data", "engine's imports", "process group", "engine", "records", "trial of evaluation", "first step",
-    ]  # fmt: skip
-    assert min(spent.values()) > 0
-    assert spent["first step"] == pytest.approx(run.summary["first_step_seconds"], abs=0.5)
-    assert spent in [record.get("startup_seconds") for record in run.records], "known while the run goes on"
-    assert load(tmp_path / "run" / "config.json").digest == run.summary["config_digest"]
-    assert f"dsframe report {tmp_path / 'run'}" in finished.output, "the next command"
-    assert not (tmp_path / "run" / "report.html").exists(), "a run writes its record, and the command makes the page"
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert str(run.summary["description"]) in (tmp_path / "run" / "report.html").read_text()
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
     assert SECRET not in finished.output
 

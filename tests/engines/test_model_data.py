@@ -7,12 +7,7 @@ import dsframe
 from dsframe.tools.compare import losses
 from tests import kept
 from tests.engines.model_data import REFRESH_STEPS, SelfLabelled, file
-
-CASES = {
-    "ddp": {},
-    "fsdp": {},
-    "deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
-}
+from tests.engines.test_foreign import SETUPS
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +19,13 @@ def alone(tmp_path_factory):
     return [loss for _, loss in sorted(losses(run).items())]
 
 
-@pytest.mark.parametrize("engine", CASES)
-def test_two_ranks_renew_the_same_data(engine, alone, tmp_path):
+@pytest.mark.parametrize("setup", ["ddp", "fsdp", "zero3"])
+def test_two_ranks_renew_the_same_data(setup, alone, tmp_path):
     """The first steps on two ranks, the others on one process."""
-    steps = 2 * REFRESH_STEPS
-    kept.train(tmp_path, file(str(tmp_path / "run"), engine, steps, **CASES[engine]), 2).check()
+    document = file(str(tmp_path / "run"), "auto", 2 * REFRESH_STEPS)
+    changes = dict(SETUPS[setup][1])
+    document["dsframe"] |= changes.pop("dsframe", {})
+    kept.train(tmp_path, document | changes, 2).check()
     dsframe.fit(SelfLabelled(), file(str(tmp_path / "run"), "single"), resume="auto")
     found = [loss for _, loss in sorted(losses(tmp_path / "run").items())]
     assert found == pytest.approx(alone, abs=1e-6)

@@ -11,8 +11,6 @@ from torch import nn
 
 import dsframe
 from dsframe import engines
-from dsframe.checkpoint import store
-from dsframe.checkpoint.store import read_manifest
 from dsframe.config import load
 from dsframe.engines.part_models import Drawn
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
@@ -92,36 +90,23 @@ def test_a_run_that_goes_on_elsewhere(task, tmp_path, monkeypatch):
     first = run_ranks(
         warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")]), timeout_seconds=200
     ).check()
-    if "generator" in TASKS[task]().models():
-        assert "generator (" in first.stderr
-        assert "parameter group: discriminator, lr_scale 0.5: 2 parameters" in first.stderr
-    else:
-        assert "teacher (163 parameters; frozen, digest " in first.stderr
+    said = {
+        "gan": "parameter group: discriminator, lr_scale 0.5: 2 parameters",
+        "distilled": "teacher (163 parameters; frozen, digest ",
+    }
+    assert said[task] in first.stderr
     summary = dsframe.fit(TASKS[task](), run_file(tmp_path, f"{task} 2 single"), resume="auto")
     wanted = loop(task, warm_up=4)
     found = losses(tmp_path / "run")
     assert [found[step] for step in sorted(found)] == like([sum(one) for one in wanted["losses"]], BOUND)
     assert summary.metrics["distance"] == like(wanted["distance"], BOUND)
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
-    logged = [row for row in rows if "loss" in row]
-    if "generator" in TASKS[task]().models():
-        assert logged[-1]["discriminator_loss"] == like(wanted["losses"][-1][0], BOUND)
-        assert 0.0 <= logged[-1]["told"] <= 1.0
-    checkpoint = store.locate(tmp_path / "run")[0]
-    assert set(read_manifest(checkpoint)["training"]["models"]) == set(TASKS[task]().models())
-    model = dsframe.load_model(tmp_path / "run", TASKS[task]())
     trained = {"gan": ["generator", "discriminator"], "distilled": ["student"]}[task]
-    assert list(model) == trained
-    inputs, targets = TASKS[task]().eval_data().tensors
-    with torch.no_grad():
-        distance = TASKS[task]().metrics(model[trained[0]](inputs), targets)["distance"].mean
-    assert distance == like(wanted["distance"], BOUND)
-    if task == "distilled":
-        with torch.no_grad():
-            agreement = (model["student"](inputs).argmax(1) == taught().eval()(inputs).argmax(1)).float().mean()
-        assert summary.metrics["agreement"] == pytest.approx(float(agreement))
-        (evaluated,) = [row["evaluation"] for row in rows if row.get("step") == 3 and "evaluation" in row]
-        assert 0.0 <= evaluated["agreement"] <= 1.0
+    assert list(dsframe.load_model(tmp_path / "run", TASKS[task]())) == trained
+    if task == "gan":
+        (*_, last) = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+        assert last["discriminator_loss"] == like(wanted["losses"][-1][0], BOUND)
+        assert 0.0 <= last["told"] <= 1.0
+    else:
         monkeypatch.setattr("tests.engines.parts.taught", partial(taught, nn.LayerNorm))
         with pytest.raises(CheckpointError, match=r'models\.teacher was "frozen, digest .*", is "frozen, digest'):
             dsframe.fit(Distilled(), run_file(tmp_path, "distilled 1 single", steps=9), resume="auto")
@@ -161,22 +146,15 @@ class Normed(Gan):
 
 def test_statistics_and_groups_of_the_task(tmp_path):
     """A run that goes on is the whole one to the bit, evaluation included; frozen parameters stay."""
-    given = [run_file(tmp_path / place, "gan 1 single", steps=5, eval_every_steps=5) for place in ("whole", "parts")]
-    for one in given:
-        del one["dsframe"]["parameter_groups"]
-    whole = dsframe.fit(Normed(), given[0])
-    dsframe.fit(Normed(), {**given[1], "dsframe": {**given[1]["dsframe"], "steps": 3}})
-    again = dsframe.fit(Normed(), given[1], resume="auto")
-    assert (again.loss, again.metrics) == (whole.loss, whole.metrics)
-    model = dsframe.load_model(tmp_path / "parts" / "run", Normed())
-    assert model["generator"][0].num_batches_tracked == 10, "each loss has seen the batch"
-    fresh = Normed().model_of("generator")
-    moved = {
-        name: not torch.equal(one, model["generator"].get_parameter(name)) for name, one in fresh.named_parameters()
-    }
-    assert moved == {name: not name.endswith(".bias") for name in moved}
-    course = read_manifest(store.locate(tmp_path / "parts" / "run")[0])["course"]
-    assert set(course["parameter_groups"]) == set(course["optimizers"]) == {"generator", "discriminator"}
+    more = {"parameter_groups": [], "eval_every_steps": 5}
+    whole = dsframe.fit(Normed(), run_file(tmp_path / "whole", "gan 1 single", steps=5, **more))
+    for steps in (3, 5):
+        parts = dsframe.fit(Normed(), run_file(tmp_path, "gan 1 single", steps=steps, **more), resume="auto")
+    assert (parts.loss, parts.metrics) == (whole.loss, whole.metrics)
+    trained = dsframe.load_model(tmp_path / "run", Normed())["generator"]
+    assert trained[0].num_batches_tracked == 10, "each loss has seen the batch"
+    for name, fresh in Normed().model_of("generator").named_parameters():
+        assert torch.equal(fresh, trained.get_parameter(name)) == name.endswith(".bias"), name
 
 
 # What is refused.
@@ -186,17 +164,7 @@ def test_statistics_and_groups_of_the_task(tmp_path):
     ("engine", "changes", "path"),
     [
         ("deepspeed", {"pipeline": {"stages": 2}}, "pipeline.stages"),
-        ("deepspeed", {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
-        ("deepspeed", {"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        (
-            "deepspeed",
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-            "zero_optimization.offload_param",
-        ),
-        ("ddp", {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16"),
-        ("horovod", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
         ("fsdp", {"dsframe": {"adapter": {"r": 2}}}, "dsframe.adapter"),
-        ("single", {"dsframe": {"on_nonfinite": "skip"}}, "dsframe.on_nonfinite"),
         ("single", {"dsframe": {"per_sample_randomness": True}}, "dsframe.per_sample_randomness"),
         ("single", {"dsframe": {"model": {"compile": True}}}, "dsframe.model.compile"),
         (

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests import features
+from tests import equivalence
 from tests.engines.pipelines import SAME
+from tests.equivalence import CASES, SINGLE
 from tests.files import ds_config, read_json, write_json
 from tests.processes import run_ranks, warm
 
@@ -81,13 +82,9 @@ def test_batch_norm_trains_in_16_bits(report):
     assert normed["bf16"] != normed["float32"]
 
 
-@pytest.mark.timeout(300)
 def test_a_llama_with_tied_embeddings_is_one_training_with_and_without_stages():
-    """Its weights, too, after the second half of the training went on under DDP."""
-    feature = features.FEATURES["tied llama"]
-    alone = features.train(feature, features.Way(accumulation=2))
-    staged = features.train(feature, features.Way("pipeline", 2, 2), features.Way("ddp", 2, 2))
-    losses, _, _, weights = staged.differences(alone)
+    alone, staged = (equivalence.train("tied llama", case, in_suite=True) for case in (SINGLE, CASES["pipeline"]))
+    _, losses, weights = staged.differences(alone)
     assert losses < 1e-5
     assert weights < 2e-5
 

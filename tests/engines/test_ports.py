@@ -2,8 +2,7 @@
 
 import pytest
 
-import dsframe
-from tests.engines.ports import BATCH, CASES, Carried, moved, plain
+from tests.engines.ports import CASES, moved, plain
 
 BOUND = 1e-5
 
@@ -20,18 +19,7 @@ def test_one_process_is_the_plain_loop(name, tmp_path):
     assert losses[-1] != losses[0]
 
 
-def test_what_a_model_carries_is_in_checkpoints(tmp_path, monkeypatch):
-    """A run that goes on, from the hidden state of the step that was saved."""
-    monkeypatch.chdir(tmp_path)
-    file = {"train_batch_size": BATCH, **CASES["carried"].file}
-    settings = {"engine": "single", "order": "sequential", "run_dir": "run"}
-    whole = dsframe.fit(Carried(), file | {"dsframe": settings | {"steps": 20, "run_dir": "whole"}})
-    dsframe.fit(Carried(), file | {"dsframe": settings | {"steps": 9}})
-    parts = dsframe.fit(Carried(), file | {"dsframe": settings | {"steps": 20}}, resume="auto")
-    assert parts.loss == whole.loss
-
-
-@pytest.fixture(scope="module", params=[name for name, case in CASES.items() if not case.alone])
+@pytest.fixture(scope="module", params=CASES)
 def alone(request, tmp_path_factory):
     """A script, and what two ranks are measured by."""
     name = request.param

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import portability
-from tests.engines.test_round_trips import also_long, configuration
+from tests.engines.saved import configuration
 from tests.files import write_json
 from tests.processes import run_ranks, warm
 
@@ -34,6 +34,11 @@ LONG_PAIRS = [
 
 NOISE = 2e-5
 """Measured over the whole matrix: at most 4e-7. Sums in another order, 20 steps on; here 10."""
+
+
+def also_long(names, long):
+    """The names as parameters, of which ``make test`` leaves some out."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from dsframe.engines.deepspeed.sequence import Slices
 from dsframe.errors import EngineError, TaskError
 from dsframe.model.micro_batch import MicroBatch
 from tests import equivalence, kept
-from tests.equivalence import SINGLE, Case, switched
+from tests.equivalence import SINGLE, Case
 from tests.files import ds_config, read_rows, zero
 from tests.text_files import LLAMA
 
@@ -27,18 +27,6 @@ def records(folder, case, file=None, section=None):
     file["dsframe"]["run_dir"] = str(run_dir)
     kept.train(folder, file, case.processes).check()
     return read_rows(run_dir / "metrics.jsonl")
-
-
-def test_slices_are_the_whole_sequence(tmp_path):
-    """At the stage that shares everything, with blocks that exchange once more when they are recomputed."""
-    cut = {"sequence_parallel_size": 2, "data_parallel_size": 1, **zero(3), **switched(activation_checkpointing=True)}
-    alone, shared = records(tmp_path, SINGLE), records(tmp_path, Case("deepspeed", cut))
-    for key in ("loss", "gradient_norm"):
-        there = [record[key] for record in alone if key in record]
-        assert len(there) == 4
-        assert [record[key] for record in shared if key in record] == pytest.approx(there, abs=1e-5)
-    (one,), (two,) = ([r["evaluation"] for r in run if "evaluation" in r] for run in (alone, shared))
-    assert two == pytest.approx(one, abs=1e-5)
 
 
 SGD = {

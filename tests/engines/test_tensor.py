@@ -39,42 +39,22 @@ def check_round_trips(report, noise):
     assert report["again"], "its own state, put back, goes on to the last bit"
 
 
-LONG = ("llama zero1 bf16", "qwen3 zero1")
-"""What these have, others have too: another number format, and the norms of a mixture's heads."""
-SHORT = [case for case in CASES if case not in LONG]
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    return reported("tensor", tmp_path_factory.mktemp("tensor"), 4, SHORT)
+    return reported("tensor", tmp_path_factory.mktemp("tensor"), 4, CASES)
 
 
-@pytest.fixture(scope="module")
-def more_reports(tmp_path_factory):
-    return reported("tensor", tmp_path_factory.mktemp("tensor"), 4, LONG)
-
-
-@pytest.mark.parametrize("case", SHORT)
+@pytest.mark.parametrize("case", CASES)
 def test_several_ranks_are_one_process(case, reports):
-    check(case, reports[case])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", LONG)
-def test_more_ways_to_cut(case, more_reports):
-    check(case, more_reports[case])
-
-
-def check(case, report):
-    noise = BF16_NOISE if "bf16" in case else NOISE
+    report = reports[case]
     assert "tensor parallel, 2 ranks" in report["description"]
     assert report["before"] == 0.0
-    assert distance(report["alone"], report["cut"], 0) < noise["loss"]
+    assert distance(report["alone"], report["cut"], 0) < NOISE["loss"]
     assert report["alone"][-1][0] < 0.98 * report["alone"][0][0], "it has learned something"
     if "zero0" not in case:  # where DeepSpeed tells no norm
-        assert distance(report["alone"], report["cut"], 1) < noise["norm"]
+        assert distance(report["alone"], report["cut"], 1) < NOISE["norm"]
     assert min(norm for _, norm in report["alone"]) > 0.5, "every step was clipped"
-    check_round_trips(report, noise)
+    check_round_trips(report, NOISE)
     held, whole = report["elements"]
     assert held < (0.95 if "moe" in case else 0.7) * whole, "experts are whole on each rank"
 

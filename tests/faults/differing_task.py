@@ -64,8 +64,6 @@ class DifferingTask(Task):
         if self.how in ("augmented", "types"):
             return Augmented(long=self.odd and self.how == "types")
         rows = torch.arange(64.0)
-        if self.how == "samples from a set":
-            rows = torch.tensor([float(word) for word in {str(number) for number in range(64)}])
         if self.odd and self.how == "last sample":
             rows[-1] = 0
         return TensorDataset(rows[:, None].expand(64, 4) / 64, torch.ones(64, 1))

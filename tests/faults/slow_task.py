@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from dsframe import Task
-from dsframe.run_dir.outcome import reporter
 
 
 class SlowTask(Task):
@@ -28,15 +27,6 @@ class SlowTask(Task):
         if not self.context.evaluating:
             time.sleep(float(os.environ.get("STEP_SECONDS", "0.05")))
         return nn.functional.mse_loss(outputs, targets)
-
-
-class RaisingTask(SlowTask):
-    """The 14th step's data raise, however often it is tried."""
-
-    def loss(self, outputs, targets):
-        if reporter().step == 13:
-            raise ValueError("the data of step 14 are odd")
-        return super().loss(outputs, targets)
 
 
 class ReadingTask(SlowTask):

@@ -1,8 +1,6 @@
-"""Hooks on two ranks: called together, and named where one raises or hangs; all ranks stop early together."""
+"""Hooks on two ranks: called together, and named where one hangs; all ranks stop early together."""
 
 import re
-
-import pytest
 
 from dsframe.run_dir.record import read_summary
 from tests.processes import run_ranks, warm
@@ -22,13 +20,6 @@ def run(tmp_path, fault, engine, *more):
     return run_ranks(command, cwd=tmp_path, timeout_seconds=150, env={"FAULT": fault}, settle_seconds=1.0)
 
 
-def test_a_hook_that_raises_is_named(tmp_path):
-    finished = run(tmp_path, "raise", "ddp", "--set", "dsframe.steps=100000")
-    assert finished.returncode != 0
-    assert "[rank 1] error: the task's code raised ValueError: a mistake in a hook" in finished.output
-    assert re.search(r"broken_hooks\.py.*on_step", finished.output)
-
-
 def test_a_hook_that_hangs_is_named(tmp_path):
     more = ("--set", "dsframe.steps=100000", "--set", "dsframe.hang_timeout_seconds=4")
     finished = run(tmp_path, "sleep", "ddp", *more)
@@ -36,10 +27,9 @@ def test_a_hook_that_hangs_is_named(tmp_path):
     assert re.search(r"IS MISSING there: it is in on_step, broken_hooks\.py:", finished.output)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed"])
-def test_all_ranks_stop_early_together(engine, tmp_path):
+def test_all_ranks_stop_early_together(tmp_path):
     more = ("--set", "dsframe.steps=100", "--set", "dsframe.eval_every_steps=3", "--set", f"dsframe.stop={STOP}")
-    finished = run(tmp_path, "", engine, *more)
+    finished = run(tmp_path, "", "deepspeed", *more)
     finished.check()
     assert read_summary(tmp_path / "run")["steps"] == 6
     assert all(finished.output.count(f"hook on rank {rank}: True") == 2 for rank in (0, 1))

@@ -5,15 +5,11 @@ import re
 import pytest
 
 from dsframe.errors import TaskError
-from tests.files import write_json
+from tests.engines.test_foreign import SETUPS
+from tests.files import ds_config, write_json
 from tests.processes import run_ranks, warm
 
-ENGINES = {
-    "ddp": (2, {"dsframe": {"engine": "ddp"}}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-    "horovod": (2, {"dsframe": {"engine": "horovod"}}),
-    "fsdp": (2, {"dsframe": {"engine": "fsdp"}}),
-}
+ENGINES = ("ddp", "zero3", "horovod", "fsdp")
 FAULTS = {
     "model": "the task's code raised ValueError: a mistake in model",
     "forward": "the task's model raised ValueError: a mistake in forward",
@@ -30,13 +26,9 @@ SHORT = {("forward", "zero3"), ("vector", "ddp"), ("after_step", "zero3"), ("met
 
 def said(fault, processes, document, folder):
     ours = {"task": {"name": "tests.faults.faulty_task:FaultyTask"}, "steps": 3, "run_dir": "run"}
-    document = {
-        "train_batch_size": 8,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        **document,
-        "dsframe": {**ours, **document.get("dsframe", {})},
-    }
-    write_json(folder / "file.json", document)
+    sections = dict(document)
+    ours |= sections.pop("dsframe", {})
+    write_json(folder / "file.json", ds_config(8, "Adam", 0.1, sections=sections, **ours))
     words = ["-m", "dsframe.train", "--config", "file.json"]
     finished = run_ranks(warm(processes, words), cwd=folder, timeout_seconds=150, env={"FAULT": fault})
     assert finished.returncode == TaskError.exit_code, finished
@@ -55,6 +47,6 @@ def said(fault, processes, document, folder):
 def test_it_is_the_same_on_each_engine(fault, engine, tmp_path):
     (tmp_path / "single").mkdir()
     (tmp_path / engine).mkdir()
-    expected = said(fault, 1, {"dsframe": {"engine": "single"}}, tmp_path / "single")
+    expected = said(fault, *SETUPS["single"], tmp_path / "single")
     assert FAULTS[fault] in expected
-    assert said(fault, *ENGINES[engine], tmp_path / engine) == expected
+    assert said(fault, *SETUPS[engine], tmp_path / engine) == expected

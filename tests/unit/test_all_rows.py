@@ -1,4 +1,4 @@
-"""A loss over the rows of all ranks: the gradients of one process, and where it is refused. (Engines: test_ports.py, "metric".)"""
+"""A loss over the rows of all ranks: the gradients of one process, and where it is refused. (Engines: test_foreign.py.)"""
 
 from types import SimpleNamespace
 
