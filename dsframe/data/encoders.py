@@ -23,6 +23,11 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = "\ufdd0", "\ufdd1"
 """Written before and behind an answer. No text has them: Unicode keeps them for use within programs."""
 
+_CHANGED = (
+    "{}: the chat template changes what {{% generation %}} marks later (by trim, for example); write the marks where it prints: "
+    "{{% generation %}}{{{{ x | trim }}}}{{% endgeneration %}}"
+)
+
 
 _IDENTIFY = re.compile(r"_*(.*_)?(id|idx|index|uuid|url|hash|date|timestamp|source|dataset|license)_*", re.IGNORECASE)
 """Names of columns that say which row it is or where it is from."""
@@ -173,10 +178,7 @@ class ConversationEncoder(_Noted):
         text_tokens, *part_tokens = tokens_of(self._tokenizer, [text, *parts], [row] * (1 + len(parts)))
         if list(text_tokens) != list(tokens):
             if self._decoded(tokens) != self._decoded(text_tokens):
-                raise DataError(
-                    f"{row.place}: the chat template changes what {{% generation %}} marks later (by trim, for example); "
-                    "write the marks where it prints: {% generation %}{{ x | trim }}{% endgeneration %}"
-                )
+                raise DataError(_CHANGED.format(row.place))
             raise DataError(f"{row.place}: the tokenizer gives other tokens for a conversation than for its text")
         learned = [0] * len(tokens)
         for number, counted in enumerate(counts if len(counts) == len(spans) else [True] * len(spans)):
@@ -233,6 +235,8 @@ class ConversationEncoder(_Noted):
             )
         except Exception as error:  # a template is a program and may raise anything
             raise _failure(error, row) from None
+        if re.findall(f"[{''.join(_MARKS)}]", rendered[0][0]) != [*_MARKS] * rendered[0][0].count(_MARKS[0]):
+            raise DataError(_CHANGED.format(row.place))
         text, spans = "", []
         for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", rendered[0][0])):
             if number % 2:  # between two marks

@@ -180,9 +180,11 @@ def test_an_answer_is_learned_wherever_a_template_writes_it(within):
     assert learned(words("bytes"), {"messages": [said("one"), said("two")]}, template) == "one[END]two[END]"
 
 
-def test_an_answer_that_the_template_changes_afterwards_is_refused():
-    marked = "{% generation %} {{ m.content }} {% endgeneration %}"
-    late = "{% for m in messages %}{% set t %}" + marked + "{% endset %}{{ t | trim }}{% endfor %}"
+@pytest.mark.parametrize("change", ["t | trim", "t.split(' ')[0]"])
+def test_an_answer_that_the_template_changes_afterwards_is_refused(change):
+    """Also where a mark is lost and no text."""
+    marked = "{% generation %}{{ m.content }} {% endgeneration %}"
+    late = "{% for m in messages %}{% set t %}" + marked + "{% endset %}{{ " + change + " }}{% endfor %}"
     with pytest.raises(DataError, match=r"a:1: the chat template changes what .*write the marks where it prints"):
         learned(words("bytes"), {"messages": [said("one")]}, late)
 
