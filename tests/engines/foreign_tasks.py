@@ -1024,7 +1024,7 @@ class Later(Rows):
     """Writes to a weight in the third step, which is not one of those that are looked at closely."""
 
     def __init__(self, what="hook"):
-        self.what, self.calls = what, 0
+        self.what = what
         self.hooks = [_Resetting(self)] if what in ("hook", "rank") else []
 
     def model(self):
@@ -1034,8 +1034,7 @@ class Later(Rows):
         return net
 
     def loss(self, outputs, targets):
-        self.calls += outputs.requires_grad
-        if self.what == "forward" and self.calls == 3:
+        if self.what == "forward" and outputs.requires_grad and self.context.step == 3:
             with torch.no_grad():
                 self.net[2].bias.mul_(0.5)
         return super().loss(outputs, targets)

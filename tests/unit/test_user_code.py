@@ -1,6 +1,7 @@
 """An exception of the user's code is told with their frames and the call of dsframe that led to them, and ends with code 5."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dsframe
+from dsframe import train
+from dsframe.cluster.world import World
 from dsframe.guard import user_code
 from dsframe.tasks.task import accuracy
 from tests.files import ds_config
@@ -118,7 +121,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_who_raised_is_told(where, here):
+def test_who_raised_is_told(where, here, monkeypatch):
     with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
         dsframe.fit({"evaluated": TwoModels, "detector": Detector}.get(where, Broken)(where), FILE)
     told = user_code.user_traceback(raised.value)
@@ -128,7 +131,9 @@ def test_who_raised_is_told(where, here):
     assert "in test_who_raised_is_told" not in told
     assert "torch/nn/modules" not in told
     assert told.count("\n") < 20
-    assert user_code.is_transient(raised.value) == (where == "disk")
+    monkeypatch.setattr(train, "leave_at_once", sys.exit)
+    with pytest.raises(SystemExit, match="^1$" if where == "disk" else "^5$"):
+        train.crash(raised.value, World(), verbose=False)
 
 
 def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(here, monkeypatch):
