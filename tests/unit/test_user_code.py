@@ -2,6 +2,7 @@
 
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import dsframe
 from dsframe import train
 from dsframe.cluster.world import World
 from dsframe.guard import user_code
+from dsframe.model.micro_batch import Arguments
 from dsframe.tasks.task import accuracy
 from tests.files import ds_config
 
@@ -151,6 +153,7 @@ def test_what_16_bits_do_to_buffers_is_told(here, monkeypatch):
     told = user_code.user_traceback(raised.value)
     assert told
     assert "buffers stay float32: cast them where they are used" in told
+    assert "A batch's inputs reach" not in told
 
 
 class Tokens(dsframe.Task):
@@ -193,6 +196,14 @@ def test_a_number_out_of_range_is_named(wrong, said, monkeypatch, tmp_path):
     with pytest.raises(IndexError) as caught:
         dsframe.fit(Tokens(**wrong), {**FILE, "dsframe": settings})
     assert re.search(re.escape(said).replace("%d", r"\d"), str(user_code.user_traceback(caught.value)))
+
+
+def test_classes_are_the_second_dimension_and_names_of_inputs_are_told():
+    with pytest.raises(IndexError) as caught:
+        nn.functional.cross_entropy(torch.zeros(2, 3, 5), torch.full((2, 5), 4))
+    calls = [user_code._Call(frame, line) for frame, line in traceback.walk_tb(caught.tb)]
+    assert "The label 4, in row 0 counted from 0, is not in the 3 that" in user_code._out_of_range(calls)[0]
+    assert user_code._describe_inputs(Arguments((), {"a": 1})) == "a dict with the keys a"
 
 
 def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch):
