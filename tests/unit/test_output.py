@@ -126,6 +126,7 @@ def test_a_files_problems_are_said_once(rank, options, said, here, monkeypatch, 
         raise KeyboardInterrupt
 
     dying = []
+    monkeypatch.setattr(outcome, "_current", outcome.reporter())
     monkeypatch.setattr(supervise, "die_with_parent", lambda: dying.append(rank))
     monkeypatch.setattr(worlds, "here", lambda: World(rank, 2, rank, 2, launcher="torchrun" if rank else "python"))
     monkeypatch.setattr("dsframe.run.choose", interrupt)
