@@ -19,5 +19,5 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | No
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     begin, _ = header([Content(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered], metadata)
-    contents = (bytes_of(tensor.contiguous().flatten()) for _, tensor in ordered if tensor.numel())
+    contents = (bytes_of(tensor.contiguous().flatten()) for _, tensor in ordered)
     return write(path, begin, *contents)

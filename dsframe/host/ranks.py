@@ -59,7 +59,7 @@ def run(
         argv = command(rank, python, options, program)
         environment = {**environ, **variables(rank, number, port)}
         try:
-            ranks.add(os.posix_spawnp(argv[0], argv, environment, setsigmask=[], setsigdef=[signal.SIGPIPE]))
+            ranks.add(os.posix_spawnp(argv[0], argv, environment, setsigmask=[], setsigdef=supervise.IGNORED))
         except OSError as error:
             print(f"deepspeed: {argv[0]}: {error.strerror}", file=sys.stderr)
             end(ranks)

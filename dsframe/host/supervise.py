@@ -17,6 +17,7 @@ from dsframe.host.processes import say_what_comes, state_and_parent
 
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+IGNORED = signal.SIGPIPE, signal.SIGXFSZ  # by Python itself, and a program that it starts inherits that
 SAVING = ENDING  # the first of these asks to save and exit (`gentle`)
 LEFTOVER_SECONDS = 5.0  # time after the launcher for a clean end: resource trackers, compile workers
 UNHEARD_SECONDS = 2.0  # time after which a request before the workers is repeated: a starting Python may lose it
@@ -163,7 +164,8 @@ def start(program: str, arguments: list[str], environment: dict[str, str]) -> in
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and ignored signals are inherited
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         with contextlib.suppress(OSError):
             os.execve(program, [program, *arguments], environment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, wraps
 from types import CellType, CodeType
@@ -126,7 +126,7 @@ class _UserState:
         self.module, self._passes, self._draws, self._suspected = module, 0, False, 0
         self.block = type(module).__name__  # before FSDP replaces the class
         self.read = frozenset[str]()  # names; a value for a log is only written
-        self.norms = dict[int, nn.Module]()  # by the id of their buffers; BatchNorm's kernels do not increment versions
+        self.norms = set[int]()  # the ids of their buffers; BatchNorm's kernels do not increment versions
         self._places: list[tuple[Space, str]] | None = None
         self.generators: list[Any] = []
         self.changing = set[tuple[int, str]]()
@@ -148,7 +148,7 @@ class _UserState:
         modules = list(self.module.modules())
         self.generators = generators_of(modules)
         names, self.read = names_of(modules), frozenset[str]().union(*map(_read_by, code_of(modules)))
-        self.norms = {id(owner._buffers): owner for owner in modules if isinstance(owner, _NormBase)}
+        self.norms = {id(owner._buffers) for owner in modules if isinstance(owner, _NormBase)}
         buffers = [
             Space(owner._buffers, names.union(owner._buffers), "{}", holds_buffers=True)
             for owner in modules
@@ -266,10 +266,10 @@ class _Held:
             for part, is_copied in zip(self._parts, self._is_copied, strict=True)
         ]
 
-    def changed(self, norms: Mapping[int, nn.Module]) -> bool:
+    def changed(self, norms: set[int]) -> bool:
         """Returns True if the value has been replaced or its content has changed."""
-        now, norm = self.space.values().get(self.key, ABSENT), norms.get(id(self.space.owner))
-        if now is not self._value or (norm is not None and norm.training):
+        now = self.space.values().get(self.key, ABSENT)
+        if now is not self._value or id(self.space.owner) in norms:
             return True
         parts, spec = _mutable_parts(now)
         return spec != self._spec or any(map(_differs, self._parts, self._versions, self._copies, parts))

@@ -92,6 +92,7 @@ CASES = {
     "derivatives by a transform": ("Transformed", {}, {}, ("ddp", "fsdp", "zero3")),
     "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook"), ()),
     "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}, ("ddp",)),
+    "forward writes later": ("Later", {"what": "forward"}, {"zero2": "overwrites"}, ()),
     "backward writes": ("Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass"), ("ddp",)),
     "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook"), ()),
     "a hook clips one of two models": ("ClippedOne", {}, {"zero2": "overwrites", "fsdp": READ}, ()),

@@ -121,6 +121,29 @@ def test_ranks_that_call_other_models(engine, tmp_path):
     assert "Uneven: ranks call different modules of the model. The first difference: " in run.stderr
 
 
+class Seen(Gan):
+    def __init__(self):
+        self.seen = set()
+
+    def models(self):
+        return {**super().models(), "discriminator": self.discriminator}
+
+    def discriminator(self):
+        model = net(3, 1)
+        model.register_forward_pre_hook(lambda model, _: self.seen.add((torch.is_grad_enabled(), model.training)))
+        return model
+
+    def metrics_of_models(self, models, noise, real):
+        return {"told": dsframe.Sum(models["discriminator"](real).sum(), len(real))}
+
+
+def test_after_an_evaluation_of_all_models_each_trains(tmp_path):
+    task = Seen()
+    dsframe.fit(task, run_file(tmp_path, "gan 1 single", eval_every_steps=1))
+    assert (True, True) in task.seen
+    assert (True, False) not in task.seen
+
+
 class Drawing(Gan):
     """Its noise is drawn in the loss."""
 

@@ -256,13 +256,18 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path):
     tensors = {"odd": torch.ones(3, dtype=torch.bool), "freqs_cis": torch.polar(torch.ones(3, 2), torch.rand(3, 2))}
     tensors |= {f"{kind} as it is": torch.ones(5, dtype=kind) for kind in (torch.uint16, torch.uint32, torch.uint64)}
     tensors |= {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in layout.DTYPES}
-    tensors |= {"view": numbers.reshape(4, 6)[1:].t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
+    tensors |= {
+        "view": numbers.reshape(4, 6)[1:].t(),
+        "every other": numbers[::2],
+        "scalar": torch.tensor(2.5),
+        "none": torch.zeros(0, 3),
+    }
     entry = write_tensors(tmp_path / "all", tensors)
     found = load_file(tmp_path / "all")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+        assert torch.equal(found[name].flatten().view(torch.uint8), tensor.clone().flatten().view(torch.uint8)), name
     content = (tmp_path / "all").read_bytes()
     length = int.from_bytes(content[:8], "little")
     for name, place in json.loads(content[8 : 8 + length]).items():  # aligned, for who maps the file

@@ -107,3 +107,7 @@ def test_pieces_that_overlap_or_leave_a_gap_are_refused(begins, count):
 def test_a_file_elsewhere_is_not_read(files, file, tmp_path):
     with pytest.raises(CheckpointError, match=f"{file}' is not one of its files"):
         translated(tmp_path, {"files": files, "parameters": {"a": {"moments": [], "file": file}}})
+    save_file({"weight/a": torch.ones(1)}, tmp_path / "there")
+    (tmp_path / "link").symlink_to("there")
+    with pytest.raises(CheckpointError, match=r"link is not there, or no file"):
+        translated(tmp_path, {"files": ["link"], "parameters": {"a": {"moments": [], "file": "link"}}})

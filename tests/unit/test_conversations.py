@@ -86,6 +86,12 @@ def learned(tokenizer, row, template=MARKED):
     return str(tokenizer.decode([token for token in found if token >= 0], skip_special_tokens=False))
 
 
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_token_of_a_prompt_is_not_learned_where_an_answer_makes_other_tokens_of_it(kind):
     """Without words as a first step: "ab" is one token, and "abc" is "a" and "bc"."""
@@ -98,11 +104,9 @@ def test_a_token_of_a_prompt_is_not_learned_where_an_answer_makes_other_tokens_o
         scores = {"</s>": 0.0, "a": -1.0, "b": -3.0, "c": -3.0, "x": -1.0, "ab": -1.5, "bc": -1.0}
         made = Tokenizer(models.Unigram([*scores.items()], unk_id=0))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
-    plain = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    plain += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 
     def learned_tokens(row):
-        return [tokenizer.decode([token]) for token in encoded(encoder(tokenizer, plain), row) if token >= 0]
+        return [tokenizer.decode([token]) for token in encoded(encoder(tokenizer, PLAIN), row) if token >= 0]
 
     assert learned_tokens({"prompt": "xab", "completion": "cx"}) == ["bc", "x", "</s>"]
     asked, more = {"role": "user", "content": "xab"}, {"role": "user", "content": "c"}
@@ -198,8 +202,8 @@ def test_a_message_of_no_weight_is_not_learned(key):
 
 
 def test_a_weight_that_cannot_be_heeded_is_refused():
-    tokenizer, marked = words("bytes"), MARKED.replace("'assistant'", "'model'")
-    rows = talk(said("bad", weight=0, role="model"), said("good", role="model"))
+    tokenizer, marked = words("bytes"), MARKED.replace("'assistant'", "'gpt'")
+    rows = talk(said("bad", weight=0, role="gpt"), said("good", role="gpt"))
     assert learned(tokenizer, rows, marked) == "good[END]"
     with pytest.raises(DataError, match="2 answers, but the chat template marks 4 parts"):
         learned(tokenizer, rows, marked * 2)
@@ -207,6 +211,8 @@ def test_a_weight_that_cannot_be_heeded_is_refused():
     completion = {"prompt": [ask], "completion": [said("bad", weight=0), ask, said("good")]}
     with pytest.raises(DataError, match="a:1: a message of a completion has the weight 0; give messages"):
         learned(tokenizer, completion)
+    with pytest.raises(DataError, match="a:1: a prompt or a completion has no message"):
+        learned(tokenizer, {**completion, "completion": []})
     completion["completion"] = [said("good", weight=None)]
     assert learned(tokenizer, completion, "{% for m in messages %}{{ m | tojson }}{% endfor %}").count("weight") == 0
 
@@ -217,6 +223,12 @@ def test_prompt_and_completion_are_one_text():
     whole = tokenizer("then a")["input_ids"]
     assert tokens_of(encoder(tokenizer, None), row) == [*whole, tokenizer.eos_token_id]
     assert learned(tokenizer, row, None).replace(" ", "") == "na[END]"
+    with pytest.raises(DataError, match="the tokenizer has no eos_token"):
+        learned(byte_words(SPECIAL, unk_token="[UNK]"), row, None)
+
+
+def test_a_space_that_ends_an_answer_is_learned_with_the_word_that_it_begins():
+    assert learned(words("unigram"), {"messages": [said("the "), said("cat", "user")]}, PLAIN) == "the cat"
 
 
 @pytest.mark.parametrize("special", ["$A [END]", "<user> <bot> $A", "<s> <bot> $A [END]", "$A"])
@@ -349,6 +361,7 @@ def test_half_of_a_character_is_named(row):
     rows = [Row("a:1", {"prompt": "a", "completion": "😀"}), Row("a:2", row)]
     with pytest.raises(DataError, match=r"^a:2: .*'.ud[8e][30][d0]' is half of a character"):
         list(encoder(words("bytes"), MARKED).encode(rows))
+    assert encoded(TextEncoder(None, "text"), {"text": "\ud83d"}) == [0xED, 0xA0, 0xBD, 256]  # bytes can have it
 
 
 def test_a_mark_of_an_editor_is_no_text_and_a_key_is_there_once(tmp_path):

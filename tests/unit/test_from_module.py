@@ -27,6 +27,19 @@ def test_three_lines_are_a_training(tmp_path):
     assert first.metrics == again.metrics  # made anew from the seed
 
 
+class Centred(Net):
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return outputs - outputs.mean(0)
+
+
+def test_its_rows_are_examined_like_those_of_a_task(tmp_path, capsys):
+    data = TensorDataset(torch.arange(192.0).view(64, 3), torch.arange(64) % 2)
+    file = {**FILE, "dsframe": {"engine": "single", "steps": 1, "run_dir": str(tmp_path)}}
+    dsframe.fit(dsframe.Task.from_module(Centred, nn.CrossEntropyLoss(), data), file)
+    assert "gives a row different outputs in different batches" in capsys.readouterr().err
+
+
 def test_a_module_that_is_made_already_is_refused():
     with pytest.raises(TaskError, match=r"Net is made already, .* give what makes it: Net, or lambda: Net\(...\)"):
         dsframe.Task.from_module(Net(), nn.CrossEntropyLoss(), None)

@@ -146,17 +146,18 @@ os.write(1, f"\\n{json.dumps([sys.argv, kept], sort_keys=True)}\\n".encode())  #
 """
 
 
-def test_ranks_find_what_deepspeeds_launcher_gives_them(tmp_path):
+@pytest.mark.parametrize("begins", [["show.py"], ["--no_local_rank", "--module", "show"]])
+def test_ranks_find_what_deepspeeds_launcher_gives_them(begins, tmp_path):
     """Without its log the launcher of one host's processes is ours, which imports no DeepSpeed: no rank may see which it was."""
     (tmp_path / "show.py").write_text(SHOW)
     installed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert installed
-    typed = ["--num_gpus=2", "--master_port=1234", str(tmp_path / "show.py"), "-x", "--y=1"]
+    typed = ["--num_gpus=2", "--master_port=1234", *begins, "-x", "--y=1"]
     theirs, ours = command.launch(installed, typed), command.launch(installed, ["--quiet", *typed])
     assert ours[3] == command.ranks.__file__
     found = []
     for words in (theirs, ours):
-        done = run_program(words, env=ON_CPU)
+        done = run_program(words, env=ON_CPU | {"RANK": "7"}, cwd=tmp_path)
         found.append(sorted(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert len(found[0]) == 2
     assert found[0] == found[1]
@@ -283,6 +284,39 @@ def sends(number):
         running.process.send_signal(number)
 
     return send
+
+
+IMPATIENT = """
+import sys
+from dsframe.host import ranks
+ranks.PATIENCE_SECONDS = 0.2
+sys.exit(ranks.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (["grep", "-Pqz", r"SigBlk:\s\w*0{7}\nSigIgn:\s\w*0{7}\n", "/proc/self/status"], 0),  # dash would unblock them
+        (["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 60"], 3),
+        (["sh", "-c", "[ $RANK = 1 ] && kill -9 $$; exec sleep 60"], 256 - signal.SIGKILL),
+        (["sh", "-c", "trap '' TERM; [ $RANK = 1 ] && sleep 1 && exit 3; exec sleep 60"], 3),
+        (["sh", "-c", "echo ready; exec sleep 60"], 1),
+        (["./missing"], 127),
+    ],
+)
+def test_ranks_end_with_the_first_that_fails(program, code, tmp_path):
+    """None is left (``run_ranks`` would see it): not at a Ctrl-C, nor if one does not end by itself."""
+    words = [f"--{word}" for word in ("num=2", "port=1", "python=a=b", "no_python", "no_local_rank")]
+    finished = run_ranks(
+        [sys.executable, "-S", "-c", IMPATIENT, *words, *program],
+        env={"PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+        timeout_seconds=20,
+        settle_seconds=0,
+        while_running=sends(signal.SIGINT) if code == 1 else None,
+    )
+    assert finished.returncode == code, finished
 
 
 def test_horovodrun_gets_the_command_line_as_typed(tmp_path):

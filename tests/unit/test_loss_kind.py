@@ -1,6 +1,7 @@
 """A loss that is a sum over rows trains as the sum over the global batch where the task says so, and is an error where not."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -446,7 +447,17 @@ class Counting(LossInside):
         return super().forward(inputs) * 1e-3 * (self.calls + self.noise) * self.scale / len(inputs)
 
 
+class Once(nn.Linear):
+    """Its outputs can be read once."""
+
+    def forward(self, inputs):
+        return iter([super().forward(inputs)])
+
+
 TRACES = {
+    "outputs that are read once": lambda: Rows(
+        lambda outputs, targets: mean(next(outputs), targets), partial(Once, 3, 4)
+    ),
     "draws": lambda: Line(drawing),
     "writes to its arguments": lambda: Line(writing),
     "draws of torch": lambda: Holding(torch.Generator().manual_seed(0), of_torch),
@@ -525,6 +536,11 @@ class MovesModel(HoldsModel):
         return mean(outputs / self.net.seen, targets)
 
 
+class WritesInputs(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs.mul_(2.0))
+
+
 class DrawingHook(dsframe.Hooks):
     def on_step(self, run):
         np.random.rand()
@@ -549,7 +565,14 @@ def test_what_a_loss_draws_and_changes_is_said(task, said, capsys):
 
 @pytest.mark.parametrize(
     "task",
-    [Line(mean), Logging(mean), HoldsModel(mean), Rows(mean, HoldsGenerator), Line(mean, hooks=[DrawingHook()])],
+    [
+        Line(mean),
+        Logging(mean),
+        HoldsModel(mean),
+        Rows(mean, HoldsGenerator),
+        Rows(mean, partial(WritesInputs, 3, 4)),
+        Line(mean, hooks=[DrawingHook()]),
+    ],
 )
 def test_nothing_else_is_said(task, capsys):
     """Of what the loss keeps for others, of a generator that is only held; what is called after the step may draw."""

@@ -1,5 +1,6 @@
 """What marks output. ``tests/engines/test_loggers.py`` has real runs with it."""
 
+import contextlib
 import io
 import json
 import os
@@ -9,9 +10,11 @@ import time
 import pytest
 
 from dsframe import train
+from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.errors import ConfigError, DataError, DsframeError, Problem, StoppedError, TrainingError
+from dsframe.host import supervise
 from dsframe.run_dir import outcome
 from dsframe.run_dir.output import PrefixedStream, directory_of, silence
 from tests.files import ds_config, write_json
@@ -90,7 +93,7 @@ LOST = "Connection closed by peer [1]"
         (StoppedError("a"), 0, StoppedError, [], "dsframe: "),
         (StoppedError("a"), 1, StoppedError, [1.0], ""),
         (ValueError("a"), 0, DsframeError, [], "[rank 0] "),
-        (ValueError("a"), 1, DsframeError, [3.0], "[rank 1] "),
+        (ValueError("a"), 2, DsframeError, [3.0], "[rank 2] "),
         (ValueError(LOST), 0, DsframeError, [], "[rank 0] "),
         (RuntimeError(f"{LOST}\nb"), 1, TrainingError, [10.0], f"[rank 1] {outcome.LOST_A_PEER}, see its message ({LOST})"),
         (RuntimeError("DataLoader worker (pid 5) ended"), 0, DataError, [], "dsframe: error: a process that reads data"),
@@ -103,7 +106,43 @@ def test_an_error_is_said_once_by_the_rank_that_has_it(error, rank, code, waits,
     monkeypatch.setattr(outcome, "_current", outcome.Reporter(str(report), rank))
     leave = train.leave if isinstance(error, DsframeError) else train.crash
     with pytest.raises(SystemExit, match=f"^{code.exit_code}$"):
-        leave(error, World(rank, 2, rank, 2), verbose=False)
+        leave(error, World(rank, 4, rank % 2, 2), verbose=False)
     printed = capsys.readouterr().err
     assert (waited, printed.startswith(said), bool(printed)) == (waits, True, bool(said))
     assert json.loads(report.read_text())["code"] == code.exit_code
+    with contextlib.ExitStack() as stack:
+        stack.push(lambda *_: True)
+        stack.push(lambda _, raised, __: leave(raised, World(rank, 4, rank % 2, 2), verbose=True))
+        raise error
+    assert "Error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "said"),
+    [(0, [], True), (1, [], False), (0, ["--quiet"], False), (0, ["--report", "report"], False)],
+)
+def test_a_files_problems_are_said_once(rank, options, said, here, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    dying = []
+    monkeypatch.setattr(outcome, "_current", outcome.reporter())
+    monkeypatch.setattr(supervise, "die_with_parent", lambda: dying.append(rank))
+    monkeypatch.setattr(worlds, "here", lambda: World(rank, 2, rank, 2, launcher="torchrun" if rank else "python"))
+    monkeypatch.setattr("dsframe.run.choose", interrupt)
+    monkeypatch.setattr(train, "leave_at_once", sys.exit)
+    write_json(here / "mine.json", ds_config(4, sections={"zero_optimization": {"overlap_comm": True}}))
+    with pytest.raises(SystemExit, match=r"^130$"):
+        train.main(argv=["--config", "mine.json", *options])
+    assert ("warning: " in capsys.readouterr().err) == said
+    assert dying == [rank] * rank
+
+
+def test_short_options_are_keys_of_the_file():
+    assert train.parse(["--engine", "ddp", "--run-dir", ""]).set == ["dsframe.engine=ddp", "dsframe.run_dir="]
+
+
+def test_who_leaves_at_once_has_said_all():
+    program = "from dsframe import train; print(1); train.leave_at_once(0)"
+    done = run_program([sys.executable, "-c", program], cwd=REPOSITORY, env=os.environ | {"PYTHONUNBUFFERED": ""})
+    assert done.stdout == "1\n"

@@ -1,6 +1,7 @@
 """One job: what a launcher and its workers hear of a request to end."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tests.processes import REPOSITORY
 JOB = """
 import os, sys
 from dsframe.host import supervise
-sys.exit(supervise.run(sys.executable, ["-c", sys.argv[1]], dict(os.environ), gentle=True))
+sys.exit(supervise.run(sys.executable, ["-c", sys.argv[1]], dict(os.environ), gentle=True, received=[]))
 """
 LOSES_THE_FIRST = """
 import os, signal, subprocess, sys, time
@@ -51,6 +52,30 @@ def test_a_request_that_a_starting_launcher_loses_is_repeated(launcher, code):
         job.send_signal(signal.SIGINT)
         assert job.wait(timeout=30) == code
         assert time.monotonic() - began >= supervise.UNHEARD_SECONDS
+        assert "Ctrl-C" in job.stderr.read()
+
+
+def test_nohup_keeps_a_job_from_saving_and_ending():
+    worker = "sys.exit(subprocess.call(['sleep', '1'], env={'LOCAL_RANK': '0'}))"
+    command = ["nohup", sys.executable, "-c", JOB, LOSES_THE_FIRST + worker]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as job:
+        job.stdout.readline()
+        time.sleep(0.3)
+        job.send_signal(signal.SIGHUP)
+        assert job.wait(timeout=30) == 0
+
+
+CHILD = "import time; from dsframe.host import supervise; supervise.die_with_parent(); print('deaf', flush=True); time.sleep(60)"
+PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
+
+
+@pytest.mark.parametrize("words", [[JOB, LOSES_THE_FIRST + NO_WORKER], [PARENT]])
+def test_what_a_killed_process_has_started_ends(words):
+    with subprocess.Popen([sys.executable, "-c", *words], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "deaf\n"
+        job.kill()
+        assert select.select([job.stdout], [], [], 10)[0], "its child lives"
+        assert job.stdout.read() == ""
 
 
 def test_what_takes_too_long_has_no_output():

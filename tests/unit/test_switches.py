@@ -171,7 +171,8 @@ class Keeping(nn.Linear):
         super().__init__(3, 3)
         self.move = move
         self.level, self.large = torch.ones(3), torch.ones(100_000)
-        self.list, self.table, self.numbers, self.set = [], {"calls": 0}, np.ones(3, np.float32), set()
+        self.list = self.again = []
+        self.table, self.numbers, self.set = {"calls": 0}, np.ones(3, np.float32), set()
         self.queue = deque([1.0], maxlen=2)
         self.counter, self.holder = itertools.count(1), Holder()
 
@@ -214,6 +215,11 @@ def a_buffer_made(block, mean):
 
 def listed(block, mean):
     block.list.append(mean)
+    return sum(block.list)
+
+
+def in_two_places(block, mean):
+    block.again.append(block.level.add_(mean))
     return sum(block.list)
 
 
@@ -264,7 +270,7 @@ def in_globals(block, mean):
 
 
 MOVES = [replaced, in_place, large, made, a_buffer_made, listed, in_a_list, counted, array, queued]
-MOVES += [in_a_set, iterated, held, in_a_class, in_globals]
+MOVES += [in_two_places, in_a_set, iterated, held, in_a_class, in_globals]
 
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
@@ -380,7 +386,7 @@ class Elsewhere(nn.Linear):
 
     def __init__(self, where):
         super().__init__(3, 3)
-        self.where, self.kept, self.level = where, SimpleNamespace(calls=0), 1.0
+        self.where, self.kept, self.level = where, SimpleNamespace(calls=0), torch.ones(1)
 
     def forward(self, rows):
         if self.where == "an object":
@@ -391,11 +397,16 @@ class Elsewhere(nn.Linear):
 @pytest.mark.parametrize("where", ["an object", "the model", ""])
 def test_a_block_that_would_compute_other_numbers_again_is_refused(where):
     block = switched(nn.Sequential(Elsewhere(where)), activation_checkpointing=["Elsewhere"])
-    output = block(torch.ones(1, 3))
-    block[0].level = 0.5 if where == "the model" else 1.0
+    if where == "the model":
+        block[0].level = torch.ones(4096, 1)
+    output = block(torch.ones(4096, 3))
+    if where == "the model":
+        block[0].level = torch.linspace(1.0, 2.0, 4096).round()[:, None]  # of the second half of the rows
     refused = pytest.raises(TaskError, match="a recomputed Elsewhere returns other numbers when it computes again")
     with refused if where else contextlib.nullcontext():
         output.sum().backward()
+    for rows in () if where else (torch.ones(0, 3), torch.full((1, 3), torch.nan)):
+        block(rows).sum().backward()
 
 
 def test_channels_last_reaches_every_convolution_and_leaves_weights_alone():

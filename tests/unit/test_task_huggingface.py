@@ -617,6 +617,15 @@ def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path):
         _, after = _transformers.tokenizer(str(words), {}) or (None, "")
         assert after != before, file
         file.write_text(content)
+    found = {before}
+    for config in ({"model_type": "llama"}, {"model_type": "gpt2"}, {"tokenizer_class": "GPT2Tokenizer"}):
+        write_json(words / "config.json", config)
+        found.add(_transformers.tokenizer(str(words), {})[1])
+    assert len(found) == 4, "what transformers chooses the class by"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    write_json(words / "tokenizer_config.json", own)
+    with pytest.raises(TaskError, match="it needs code that lies in the folder"):
+        _transformers.tokenizer(str(words), {})
 
 
 class Wrapped(ImageClassificationTask):

@@ -1,6 +1,8 @@
 """An exception of the user's code is told with their frames and the call of dsframe that led to them, and ends with code 5."""
 
 import re
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import dsframe
+from dsframe import train
+from dsframe.cluster.world import World
 from dsframe.guard import user_code
+from dsframe.model.micro_batch import Arguments
 from dsframe.tasks.task import accuracy
 from tests.files import ds_config
 
@@ -118,7 +123,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_who_raised_is_told(where, here):
+def test_who_raised_is_told(where, here, monkeypatch):
     with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
         dsframe.fit({"evaluated": TwoModels, "detector": Detector}.get(where, Broken)(where), FILE)
     told = user_code.user_traceback(raised.value)
@@ -128,7 +133,9 @@ def test_who_raised_is_told(where, here):
     assert "in test_who_raised_is_told" not in told
     assert "torch/nn/modules" not in told
     assert told.count("\n") < 20
-    assert user_code.is_transient(raised.value) == (where == "disk")
+    monkeypatch.setattr(train, "leave_at_once", sys.exit)
+    with pytest.raises(SystemExit, match="^1$" if where == "disk" else "^5$"):
+        train.crash(raised.value, World(), verbose=False)
 
 
 def test_what_stands_in_the_place_of_a_forward_is_not_who_raised(here, monkeypatch):
@@ -146,6 +153,7 @@ def test_what_16_bits_do_to_buffers_is_told(here, monkeypatch):
     told = user_code.user_traceback(raised.value)
     assert told
     assert "buffers stay float32: cast them where they are used" in told
+    assert "A batch's inputs reach" not in told
 
 
 class Tokens(dsframe.Task):
@@ -188,6 +196,14 @@ def test_a_number_out_of_range_is_named(wrong, said, monkeypatch, tmp_path):
     with pytest.raises(IndexError) as caught:
         dsframe.fit(Tokens(**wrong), {**FILE, "dsframe": settings})
     assert re.search(re.escape(said).replace("%d", r"\d"), str(user_code.user_traceback(caught.value)))
+
+
+def test_classes_are_the_second_dimension_and_names_of_inputs_are_told():
+    with pytest.raises(IndexError) as caught:
+        nn.functional.cross_entropy(torch.zeros(2, 3, 5), torch.full((2, 5), 4))
+    calls = [user_code._Call(frame, line) for frame, line in traceback.walk_tb(caught.tb)]
+    assert "The label 4, in row 0 counted from 0, is not in the 3 that" in user_code._out_of_range(calls)[0]
+    assert user_code._describe_inputs(Arguments((), {"a": 1})) == "a dict with the keys a"
 
 
 def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch):

@@ -1,9 +1,11 @@
-"""What is said instead of a library's error."""
+"""What is said instead of a library's error, and by what a write is seen."""
 
 from __future__ import annotations
 
+import torch
+
 from dsframe.errors import EngineError
-from dsframe.model.weight_watch import WeightWatch
+from dsframe.model.weight_watch import WeightWatch, _sums
 
 
 class Engine:
@@ -21,3 +23,8 @@ def test_an_engine_that_has_said_why_is_not_explained(monkeypatch):
     watch._engine, watch._parameters = engine, {}
     assert "has not gathered a weight" in str(watch.explained(RuntimeError("got mixed DTensor")))
     assert watch.explained(EngineError("the optimizer fails: got mixed DTensor")) is None
+
+
+def test_a_write_to_the_imaginary_part_is_seen():
+    weight = torch.ones(2, dtype=torch.complex64)
+    assert _sums({"a": weight}) != _sums({"a": weight + 1j})
