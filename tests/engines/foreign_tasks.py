@@ -1038,6 +1038,7 @@ class Later(Rows):
                 self.net[2].bias.mul_(0.5)
         return super().loss(outputs, targets)
 
+
 class ClippedOne(Two):
     """A hook clips one of two models."""
 

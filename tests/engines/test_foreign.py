@@ -212,6 +212,7 @@ CASES |= {
 CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": "the model returns a weight"}, ("ddp", "fsdp"))
 LATER = {
     "a hook writes later": 3,
+    "forward writes later": 3,
     "unfrozen": 2,
     "a weight after an evaluation": 3,
 }
