@@ -362,14 +362,14 @@ class _ShardSlot(ParameterView):
         return torch.zeros_like(self.master, requires_grad=False)
 
 
-def _complete(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that FSDP puts into ``model`` while its modules run; of all its parameters if
+def _complete(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters that FSDP puts into ``model`` while its modules run; of all its parameters if
     this torch keeps them elsewhere than torch 2.13 (``_fsdp_param.py``)."""
     states = (cast(Any, module)._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
     groups = (group for state in states for group in getattr(state, "_fsdp_param_groups", ()))
     shards = (shard for group in groups for shard in getattr(group, "fsdp_params", ()))
-    known = {id(shard._unsharded_param) for shard in shards if hasattr(shard, "_unsharded_param")}
-    return known or {id(parameter) for parameter in model.parameters()}
+    known = {str(shard._param_fqn): shard._unsharded_param for shard in shards if hasattr(shard, "_unsharded_param")}
+    return known or dict(model.named_parameters())
 
 
 class FsdpShards(Shards):

@@ -18,18 +18,20 @@ def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
     belongs to one unit. Raises EngineError, with the model's class names, for a class that the model does not have.
     """
     inner = [module for module in model.modules() if module is not model and any(True for _ in module.parameters())]
-    inner = [
-        module for module in inner if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    ]  # these have no forward
+    inner = [module for module in inner if _has_forward(module)]  # else nothing calls it
     class_counts = Counter(type(module).__name__ for module in inner)
     missing = [name for name in wanted if name not in class_counts]
     if missing:
         known = ", ".join(f"{name} ({count})" for name, count in class_counts.most_common())
-        raise EngineError(f"fsdp.wrap: this model has no {', '.join(missing)}; it has {known}")
+        raise EngineError(f"fsdp.wrap: this model has no {', '.join(missing)} with a forward(); it has {known}")
     block = switches.repeated(model)
     names = wanted or ([block] if block else _listed(model))
     alone = _owning(model)
     return [module for module in reversed(inner) if type(module).__name__ in names and alone(module)]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
 def _owning(model: nn.Module) -> Callable[[nn.Module], bool]:

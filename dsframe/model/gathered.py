@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,8 +19,8 @@ from dsframe.errors import TaskError
 class Shards(ABC):
     """How a library shards parameters. The engine's module for that library adds an instance to ``LIBRARIES``."""
 
-    others: Callable[[nn.Module], Container[int]] | None = None
-    """Returns the ids of complete parameters, if those are other objects, which the model contains while modules run."""
+    others: Callable[[nn.Module], Mapping[str, Tensor]] | None = None
+    """Returns the complete parameters by name, if those are other objects, which the model contains while modules run."""
 
     never_whole = ""
     """If each rank computes with its part and never has complete parameters: what to do instead."""
@@ -123,7 +123,7 @@ def _refuse_calls(module: nn.Module) -> Any:
     def refuse(called: nn.Module, _: Any) -> None:
         if called in inside:
             raise TaskError(
-                f"{type(called).__name__} is called inside of dsframe.gathered(), which is for reading "
+                f"{type(called).__name__.removeprefix('FSDP')} is called inside of dsframe.gathered(), which is for reading "
                 "weights; call it before or after"
             )
 

@@ -62,6 +62,8 @@ def _shortened(rows: Tensor, module: Any) -> Tensor:
 
 
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Embedding: LimitedEmbedding, nn.EmbeddingBag: LimitedBag}
+for _base, _kind in _KINDS.items():
+    _kind.__name__ = _base.__name__  # as files and messages name it
 
 
 def share_limits(model: nn.Module, engine: Any) -> None:

@@ -46,7 +46,8 @@ class WeightWatch(CallWatch):
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
-        self._versions: list[int] = []
+        self._versions: dict[tuple[str, int], int] = {}
+        self._gathered: Mapping[str, Tensor] = {}
         self._unconfirmed: set[str] = set()
         """Weights that this rank has seen written since ranks last compared what each has written."""
         self._watching = False
@@ -65,8 +66,9 @@ class WeightWatch(CallWatch):
         self._first = self._first or step
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
         if self._after or (self._watching and step > self._first):
-            marks = self._marks() if self._unconfirmed else {}
-            written = self._changed(self._after) | {name: marks[name] for name in sorted(self._unconfirmed)}
+            marks = self._marks()
+            names = {name for name, mark in self._after.items() if marks[name] != mark} | self._unconfirmed
+            written = {name: marks[name] for name in sorted(names)}
             self._check_writes(written, "between two steps, in a hook for example")
             self._after = {}
             self._unconfirmed.clear()
@@ -148,24 +150,27 @@ class WeightWatch(CallWatch):
         if self._engine.averages_gradients:  # else the engine itself may update weights there
             self._note_writes(self._written_since(), "in the backward pass")
 
-    def _current_versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters.values()]
+    def _current_versions(self) -> dict[tuple[str, int], int]:
+        if self._watching and self._others:
+            self._gathered = self._others(self._model)
+        weights = (*self._parameters.items(), *self._gathered.items())
+        return {(name, id(weight)): weight._version for name, weight in weights}
 
     def _written_since(self) -> list[str]:
         """Returns the weights that were written since the last count."""
-        counts = zip(self._parameters, self._versions, self._current_versions(), strict=True)
-        return [name for name, before, now in counts if before != now]
+        now = self._current_versions()
+        return [key[0] for key, version in self._versions.items() if now.get(key, version) != version]
 
     def computed(self, loss: Tensor) -> None:
         """Called after each micro-batch's loss. Raises TaskError if it depends on parameters outside the model."""
         if not self._whole:  # some libraries replace parameters while modules run
             now = [parameter.requires_grad for parameter in self._model.parameters()]
-            if len(now) == len(self._trained) and now != self._trained:
+            if len(now) == len(self._trained):
                 self._refuse_frozen(now, "in this step")
         if not self._first:
             return
         if not self._watching:
-            self._note_writes(self._written_since() if self._whole else [], "in the forward pass or the loss")
+            self._note_writes(self._written_since(), "in the forward pass or the loss")
             return
         if not self._examined:
             self._examined = True
@@ -177,6 +182,8 @@ class WeightWatch(CallWatch):
     def _note_writes(self, names: Iterable[str], when: str) -> None:
         """Records this rank's writes. Refuses them if the optimizer overwrites them; else ranks compare them later."""
         written = {name: None for name in names if name not in self._but}
+        if written and not self._whole:
+            raise EngineError(f"{self._where(written, when)}: {self._shards()}")
         if not self._engine.updates_in_place:
             self._refuse_overwritten(written, when)
         self._unconfirmed.update(written)
@@ -229,9 +236,6 @@ class WeightWatch(CallWatch):
             return {name: parameter._version for name, parameter in watched.items()}
         return _sums(watched)
 
-    def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}
-
     def _check_writes(self, written: Mapping[str, Any], when: str) -> None:
         """**Collective** if this rank has complete weights. Raises EngineError, TaskError."""
         engine, where = self._engine, self._where(written, when)
@@ -270,21 +274,19 @@ class WeightWatch(CallWatch):
             )
 
     def _refuse_changed(self, when: str) -> None:
-        trained = [parameter.requires_grad for parameter in self._parameters.values()]
-        if trained != self._trained:
-            self._refuse_frozen(trained, when)
+        self._refuse_frozen([parameter.requires_grad for parameter in self._parameters.values()], when)
 
     def _refuse_frozen(self, trained: Sequence[bool], when: str) -> None:
         names = [name for name, was, now in zip(self._parameters, self._trained, trained, strict=True) if was != now]
-        self._refuse_changes(names, f"frozen or unfrozen {when}")
+        if names:
+            self._refuse_changes(names, f"frozen or unfrozen {when}")
 
     def _refuse_added(self, when: str) -> None:
         now = dict(self._model.named_parameters())
         if added := [name for name in now if name not in self._parameters]:
             self._refuse_changes(sorted(added), f"made {when}")
-        changed = [name for name, parameter in now.items() if self._is_another(name, parameter)]
-        others = self._others(self._model) if changed and self._others else ()
-        if replaced := [name for name in changed if id(now[name]) not in others]:
+        others = {*map(id, self._others(self._model).values())} if self._others else set()
+        if replaced := [name for name, one in now.items() if self._is_another(name, one) and id(one) not in others]:
             self._refuse_changes(replaced, f"replaced {when}")
         if gone := [name for name in self._parameters if name not in now]:
             self._refuse_changes(gone, f"removed {when}")

@@ -208,6 +208,45 @@ class Toggling(Rows):
         return _Toggling()
 
 
+class _Unit(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.inner, self.what = nn.Linear(8, 8), what
+
+    def encode(self, rows):
+        return self.inner(rows).tanh()
+
+    def forward(self, rows, into=None):
+        hidden = self.encode(rows)
+        if into is not None:
+            into["hidden"] = hidden
+        return {"hidden": [hidden]} if self.what == "dict" else hidden
+
+
+class _OfUnits(nn.Sequential):
+    def forward(self, rows):
+        first, unit, head = self
+        rows, what, into = rows if unit.what == "first" else first(rows), unit.what, {}
+        if what == "one call too many":
+            unit(2 * rows)
+        if what == "twice":
+            rows = unit(rows)
+        if what == "method":
+            return head(unit.encode(rows))
+        hidden = unit(rows=rows) if what == "keywords" else unit(rows, into if what == "adds" else None)
+        return head(hidden["hidden"][0] if what == "dict" else into.get("hidden", hidden))
+
+
+class Units(Rows):
+    """A block that an engine gathers as one unit, called in all ways."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def model(self):
+        return _OfUnits(nn.Linear(8, 8), _Unit(self.what), nn.Linear(8, 3))
+
+
 class _Remembering(nn.Module):
     def __init__(self, what):
         super().__init__()
@@ -1032,11 +1071,25 @@ class Later(Rows):
             self.net[2].register_full_backward_hook(_halve)
         return net
 
-    def loss(self, outputs, targets):
-        if self.what == "forward" and outputs.requires_grad and self.context.step == 3:
-            with torch.no_grad():
-                self.net[2].bias.mul_(0.5)
-        return super().loss(outputs, targets)
+
+
+class WrittenLater(Rows):
+    """Its forward pass writes to a weight in the third step, which is not one of those that are looked at closely."""
+
+    def model(self):
+        task = self
+
+        class Layer(nn.Linear):
+            @torch.no_grad()
+            def halve(self):
+                if self.training and task.context.step == 3:
+                    self.weight.mul_(0.5)
+
+            def forward(self, rows):
+                self.halve()
+                return super().forward(rows)
+
+        return nn.Sequential(Layer(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 class ClippedOne(Two):

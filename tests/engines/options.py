@@ -163,7 +163,9 @@ def check_fsdp():
             assert all(
                 local in (whole // rows * (rows // 2), whole // rows * -(-rows // 2)) for whole, local, rows in held
             )
-    assert refusal(Next(Parts), wrap=["Blok"]).startswith("fsdp.wrap: this model has no Blok; it has Linear (8), ")
+    assert refusal(Next(Parts), wrap=["Blok"]).startswith(
+        "fsdp.wrap: this model has no Blok with a forward(); it has Linear (8), "
+    )
 
 
 def check_ddp():

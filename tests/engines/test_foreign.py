@@ -17,20 +17,20 @@ from tests.engines import foreign_tasks
 from tests.files import ds_config, read_rows, write_json
 from tests.processes import run_ranks, warm
 
+ZERO_3 = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 SETUPS = {
     "single": (1, {"dsframe": {"engine": "single"}}),
     "ddp": (2, {"dsframe": {"engine": "ddp"}}),
     "horovod": (2, {"dsframe": {"engine": "horovod"}}),
     "fsdp": (2, {"dsframe": {"engine": "fsdp"}}),
     "zero2": (2, {"zero_optimization": {"stage": 2}}),
-    "zero3": (
-        2,
-        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}},
-    ),
+    "zero3": (2, {"zero_optimization": ZERO_3}),
+    "zero3 units": (2, {"zero_optimization": {**ZERO_3, "leaf_module": {"classes": ["_Unit"]}}}),
+    "fsdp units": (2, {"dsframe": {"engine": "fsdp", "fsdp": {"wrap": ["_Unit"]}}}),
     "stages": (2, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}),
     "stages of ZeRO-1": (2, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}),
 }
-ENGINES = tuple(setup for setup in SETUPS if not setup.startswith("stages"))
+ENGINES = tuple(SETUPS)[:6]
 READ = "outside of its module's forward pass"
 MOVED = "in the memory that body.weight had when the model was built"
 WRITTEN = "only to a copy|was written|were written|writes to its weight"
@@ -48,6 +48,12 @@ CASES = {
     "an object after a step": ("AfterByObject", {}, {}, ("single",)),
     "parts in threads": ("InThreads", {}, dict.fromkeys(SHARDED, "is called in a thread of its own"), ("ddp",)),
     "in inference mode first": ("Inferred", {}, dict.fromkeys(SHARDED, "write torch.no_grad()"), ("ddp",)),
+    **{
+        f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units",))
+        for what in ("dict", "keywords", "twice", "one call too many", "first")
+    },
+    "a unit: adds": ("Units", {"what": "adds"}, {"zero3 units": "by another way than its outputs"}, ()),
+    "a unit: method": ("Units", {"what": "method"}, {"zero3 units": "while it did not run itself", "fsdp units": READ}, ()),
     "frozen for one call": ("Toggling", {}, {}, ("ddp", "fsdp")),
     "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them"), ()),
     "attributes that the loss does not need": ("Remembers", {"what": "nothing"}, {}, ("fsdp", "zero3")),
@@ -92,8 +98,10 @@ CASES = {
     "derivatives by a transform": ("Transformed", {}, {}, ("ddp", "fsdp", "zero3")),
     "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook"), ()),
     "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}, ("ddp",)),
-    "forward writes later": ("Later", {"what": "forward"}, {"zero2": "overwrites"}, ()),
-    "backward writes": ("Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass"), ("ddp",)),
+    "backward writes": (
+        "Later", {"what": "backward"}, dict.fromkeys(("fsdp", "zero2", "zero3"), "in the backward pass"), ("ddp",),
+    ),
+    "forward writes later": ("WrittenLater", {}, dict.fromkeys(("fsdp", "zero2", "zero3"), "in the forward pass or the l"), ()),
     "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook"), ()),
     "a hook clips one of two models": ("ClippedOne", {}, {"zero2": "overwrites", "fsdp": READ}, ()),
     "other parameters": ("Overridden", {}, {"single": "gives other parameters than the model has"}, ()),
@@ -212,7 +220,7 @@ CASES |= {
 CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": "the model returns a weight"}, ("ddp", "fsdp"))
 LATER = {
     "a hook writes later": 3,
-    "forward writes later": 3,
+    "forward writes later": 2,
     "unfrozen": 2,
     "a weight after an evaluation": 3,
 }
@@ -655,6 +663,11 @@ def test_it_goes_on_elsewhere(case, setups, tmp_path):
         document["dsframe"] |= {"steps": steps, "checkpoints": {"at_end": True}}
         kept.train(tmp_path, document, SETUPS[setup][0]).check()
     assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
+
+
+def test_a_unit_with_a_limit_is_named_by_the_class_that_the_model_names(tmp_path):
+    found = curve(tmp_path, "max_norm", "fsdp", fsdp={"wrap": ["Embedding"]})
+    assert found == pytest.approx(by_hand("max_norm"), rel=1e-6)
 
 
 @pytest.mark.parametrize("setup", ["single", "zero3", "fsdp"])

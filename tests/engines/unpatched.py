@@ -226,6 +226,27 @@ def unused():
     assert not torch.equal(last.ds_tensor, before), NOT_NEEDED
 
 
+def leaf():
+    """test_foreign.py trains such modules (Units)."""
+    import torch
+    from deepspeed.utils import set_z3_leaf_module
+
+    class Model(torch.nn.Sequential):
+        def forward(self, inputs):
+            return self[1](self[0](inputs))["rows"]
+
+    class Leaf(torch.nn.Linear):
+        def forward(self, inputs):
+            return {"rows": super().forward(inputs)}
+
+    model = Model(torch.nn.Linear(4, 4), Leaf(4, 4))
+    set_z3_leaf_module(model[1], True)
+    engine = started(model, {"stage": 3})
+    before = engine.module[1].weight.ds_tensor.clone()
+    step(engine)
+    assert torch.equal(engine.module[1].weight.ds_tensor, before), NOT_NEEDED
+
+
 def hidden_step():
     """test_groups.py compares the moments of "zero0 bf16"."""
     engine = started(linear_model(), {"stage": 0}, "Adam", bf16={"enabled": True})
@@ -506,7 +527,7 @@ EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     debug_symbols, scalars,
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, leaf, hidden_step, gathers, evaluation,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
     recorded_routers, expert_norm, prologue, models, groups,

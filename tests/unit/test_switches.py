@@ -36,6 +36,9 @@ class Pair(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
+    def forward(self, rows):
+        return self.second(self.first(rows))
+
 
 def language_model():
     return layers.assemble(gpt(layers=3, heads=2, width=32, context=16), seed=0)
@@ -541,6 +544,8 @@ def test_fsdp_gathers_the_blocks_that_others_recompute():
         fsdp_units.named(model, ["Blok"])
     assert {type(unit) for unit in fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
     assert fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), []) == []
+    no_forward = nn.ModuleList(nn.ParameterList([nn.Parameter(torch.ones(2))]) for _ in range(2))
+    assert fsdp_units.named(nn.Sequential(no_forward), []) == []
     within = fsdp_units.named(model, ["Pair", "Linear"])  # a unit leaves out what one in it has
     places = {module: place for place, module in enumerate(within)}
     assert all(

@@ -31,7 +31,7 @@ from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.initialize_config import initialize_config
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty, refuse_gradient_hooks
-from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, differentiable
+from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, prepare_leaf_modules
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.state_replica import ParameterView
 from dsframe.engines.unused import Unused
@@ -64,6 +64,9 @@ class ZeroEngine(ModelEngine):
         "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object": COPIED,
         "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no message
         **INFERENCE,
+        "The size of tensor a (0) must match": "a block that {} gathers as one unit (activation_checkpointing, compile or "
+        "leaf_module) gives the loss a tensor by another way than its outputs, so that its weights are not gathered for it: return "
+        "it",
         "view(): cannot view shape": "a linear layer gets a nested tensor, and {} has no gradient for that: pad the rows",
         "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
         "the forward pass: read it in the loss, inside of dsframe.gathered(module)",
@@ -133,6 +136,7 @@ class ZeroEngine(ModelEngine):
         patches.undo_hidden_step(self._engine)
         patches.keep_norm(self._engine)
         patches.reduce_in_order(self._engine)
+        self._end_backward = patches.reduce_leaf_modules(self._engine)
         patches.zero_unused(self._engine)
         self._unused = Unused(self, self._model, self._engine.basic_optimizer)
         patches.scale_until_updated(self._engine.optimizer)
@@ -179,8 +183,8 @@ class ZeroEngine(ModelEngine):
         # shapes of 0). A compiled block would have a graph break at each hook.
         for block in switches.units(model):
             set_z3_leaf_module(block, True)
-            if self._stage == 3:
-                block.register_forward_pre_hook(differentiable, with_kwargs=True)
+        if self._stage == 3:
+            prepare_leaf_modules(model, self.plan.config.written()["zero_optimization"].get("leaf_module") or {})
         return model, model
 
     def _initialize(self, module: nn.Module) -> None:
@@ -371,6 +375,13 @@ class ZeroEngine(ModelEngine):
         self._calls.backward(loss)
         loss.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]
         backward(loss, self._engine.backward, self.built.watch)
+        if names := self._end_backward():
+            raise EngineError(
+                f"{', '.join(names)}: {self.description} gathers it as one unit (activation_checkpointing, compile or leaf_module) "
+                "and reduces its gradients after the backward pass of its calls. A part of it was called while it did not run "
+                "itself, or the loss does not depend on each of its calls. Call the module itself, under torch.no_grad() where "
+                "the loss does not depend on it, or name other modules in the file"
+            )
         if last:
             self._calls.compare()
 

@@ -21,8 +21,10 @@ if not torch.cuda.is_available():
 with warnings.catch_warnings(), without_mlflow():
     warnings.simplefilter("ignore")  # it uses deprecated parts of torch
     import deepspeed as deepspeed
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig as DeepSpeedZeroLeafModuleConfig
     from deepspeed.utils import groups as groups
     from deepspeed.utils import logger as logger
+    from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config as apply_zero_leaf_module_config
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module
     from deepspeed.utils.z3_leaf_module import z3_leaf_module as z3_leaf_module
 

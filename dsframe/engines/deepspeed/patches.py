@@ -16,18 +16,21 @@ import importlib.metadata
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from dsframe.engines import precision
 from dsframe.errors import EngineError
 from dsframe.model import recomputation
 from dsframe.text import Json, table_of
+from dsframe.values import tensors_of
 
 PATCHES: dict[str, Json] = table_of(__file__)
 """Name -> ``reason``: what goes wrong without it; ``upstream``: files and functions in DeepSpeed's package; ``later``:
@@ -326,6 +329,95 @@ def zero_unused(engine: Any) -> None:
 
     optimizer.partition_grads, optimizer.independent_gradient_partition_epilogue = come, close
     optimizer.clear_backward_seen_flag = forget
+
+
+def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
+    """Patch "leaf": a module that is gathered as one unit reduces its gradients when the backward pass of all its calls
+    has ended, whatever holds their inputs and outputs. DeepSpeed's hooks see tensors and tuples of them only.
+
+    Returns a function to be called after a backward pass. It returns the modules with gradients that were not reduced.
+    """
+    optimizer, calls, lost = engine.optimizer, Counter[nn.Module](), list[str]()
+    if not getattr(optimizer, "leaf_parameters", None):
+        return list
+    for name in (
+        "create_reduce_and_remove_grad_hooks",
+        "clear_backward_seen_flag",
+        "independent_gradient_partition_epilogue",
+    ):
+        _upstream("leaf", "runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", name)
+    forget, finish = optimizer.clear_backward_seen_flag, optimizer.independent_gradient_partition_epilogue
+    weights = {module: [w for w in held if w.requires_grad] for module, held in optimizer.leaf_parameters.items()}
+    names = {module: name for name, module in engine.module.named_modules()}
+
+    def begin() -> None:
+        calls.clear()
+        forget()
+
+    def call(reduce: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        calls[module] += 1
+        tensors = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]
+        if not tensors:
+            return None
+
+        def ended() -> None:
+            calls[module] -= 1
+            if not calls[module]:
+                reduce(module, None, None)
+
+        after = dict(zip(tensors, _AfterBackward.apply(ended, *tensors), strict=True))  # type: ignore[no-untyped-call]
+        return _replaced(args, after), _replaced(kwargs, after)
+
+    def close() -> None:
+        for module, held in weights.items():
+            # Its inputs have no gradients, or the loss does not depend on one of its calls.
+            if calls[module] and all(weight.grad is not None for weight in held):
+                for weight in held:
+                    optimizer.reduce_ready_partitions_and_remove_grads(weight)
+        finish()
+        lost.extend(names[module] for module, held in weights.items() if any(w.grad is not None for w in held))
+
+    def end() -> list[str]:
+        found = lost[:]
+        lost.clear()
+        return found
+
+    for module, handle in zip(optimizer.leaf_parameters, optimizer._leaf_module_hooks, strict=True):
+        reduce = module._backward_hooks[handle.id]
+        handle.remove()
+        module.register_forward_pre_hook(functools.partial(call, reduce), with_kwargs=True)
+    optimizer.clear_backward_seen_flag, optimizer.independent_gradient_partition_epilogue = begin, close
+    return end
+
+
+def _replaced(value: Any, tensors: Mapping[Tensor, Tensor]) -> Any:
+    """Replaces tensors in ``value``: in a list or dict in place, because a module may add to one that it is given."""
+    if type(value) is list:
+        value[:] = [_replaced(one, tensors) for one in value]
+        return value
+    if type(value) is dict:
+        value.update({key: _replaced(one, tensors) for key, one in value.items()})
+        return value
+    if type(value) is tuple:
+        return tuple(_replaced(one, tensors) for one in value)
+    return tree_map_only(Tensor, lambda leaf: tensors.get(leaf, leaf), value)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity. Calls a function when the gradients of all its tensors are there."""
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ended = ended
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.ended()
+        return (None, *gradients)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dsframe.engines.deepspeed.imports import (
+    DeepSpeedZeroLeafModuleConfig,
+    apply_zero_leaf_module_config,
+    z3_leaf_module,
+)
+from dsframe.errors import EngineError
 from dsframe.model.gathered import LIBRARIES, Shards
 from dsframe.values import tensors_of
 
@@ -89,7 +96,18 @@ class InTurn(nn.Module):
             yield parameter
 
 
-def differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def prepare_leaf_modules(model: nn.Module, section: Mapping[str, Any]) -> None:
+    """Prepares the modules that DeepSpeed gathers as one unit: those marked before, and those of the file's
+    ``section``, which ``initialize`` would mark too late. Raises EngineError if it names none of the model's."""
+    if not apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig(**section)) and section:
+        classes = Counter(type(module).__name__ for module in model.modules() if module is not model)
+        known = ", ".join(f"{name} ({count})" for name, count in classes.most_common())
+        raise EngineError(f"zero_optimization.leaf_module: this model has no module that it names; it has {known}")
+    for module in filter(z3_leaf_module, model.modules()):
+        module.register_forward_pre_hook(_differentiable, with_kwargs=True)
+
+
+def _differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Makes inputs of a block that runs as one unit require gradients. If none does, DeepSpeed's hook after the
     backward pass runs before it and releases the weights too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
     tensors = tensors_of((args, kwargs))
