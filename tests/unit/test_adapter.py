@@ -160,15 +160,14 @@ def test_training_goes_on_from_pefts_folder(trained, here, capsys):
         export.main([str(trained), "--out", "weights"])
     assert "dsframe: 896 parameters of an adapter (lora) train, 26,784 are frozen" in capsys.readouterr().err
     settings = read_json(here / "peft" / "adapter_config.json")
-    write_json(here / "peft" / "adapter_config.json", settings | {"init_lora_weights": "pissa_niter_4"})
-    with pytest.raises(ConfigError, match="with which peft loads another base each time"):
-        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
-    write_json(here / "peft" / "adapter_config.json", settings | {"peft_type": "NOVEL"})
-    with pytest.raises(ConfigError, match="cannot be read"):
-        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
-    write_json(here / "peft" / "adapter_config.json", settings | {"init_lora_weights": "loftq", "loftq_config": {}})
-    with pytest.raises(ConfigError, match=r"peft refuses it|cannot be read"):  # a package or a setting is missing
-        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
+    for wrong, said in (
+        ({"init_lora_weights": "pissa_niter_4"}, "with which peft loads another base each time"),
+        ({"peft_type": "NOVEL"}, "cannot be read"),
+        ({"init_lora_weights": "loftq", "loftq_config": {}}, "peft refuses it|cannot be read"),  # something is missing
+    ):
+        write_json(here / "peft" / "adapter_config.json", settings | wrong)
+        with pytest.raises(ConfigError, match=said):
+            fit(file(here / "other", {"folder": "peft"}, steps=1))
     write_json(here / "peft" / "adapter_config.json", settings)
     saved = load_file(here / "peft" / "adapter_model.safetensors")
     first = next(iter(saved))

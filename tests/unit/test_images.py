@@ -253,13 +253,3 @@ def test_an_evaluation_takes_pictures_as_they_are(pictures):
     assert torch.equal(first, again)
     trained = as_source(task.train_data(), 1)
     assert not torch.equal(*(trained.batch(torch.tensor([0]), epoch)[0] for epoch in (0, 1)))
-
-
-def test_an_evaluation_of_images_in_memory_draws_nothing():
-    section = {"dataset": "synthetic", "samples": 64, "image_size": 32}
-    task = build(VisionTask.model_validate(section), seed=1)
-    rows = torch.arange(6)
-    assert torch.equal(*(task.eval_data().batch(rows, epoch)[0] for epoch in (0, 1)))
-    assert not torch.equal(*(task.train_data().batch(rows, epoch)[0] for epoch in (0, 1)))
-    assert len(task.eval_data()) == 6
-    assert len(task.train_data()) == 64
