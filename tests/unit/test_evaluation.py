@@ -19,7 +19,7 @@ from dsframe.model.micro_batch import MicroBatch
 from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set
 from dsframe.training.evaluation import Evaluation, _finalized_alike, finalized
-from dsframe.training.shared_buffers import _row_spans, differing, take_over
+from dsframe.training.shared_buffers import differing, take_over
 from tests.files import ds_config
 from tests.threads import Room
 from tests.unit.test_step_path import make as engine_of
@@ -167,18 +167,6 @@ def test_workers_read_the_trials_batch_too(workers):
     (_, readers), samples, counts = next(loader.trial())
     assert (samples, counts) == (range(3), True)
     assert (set(readers.tolist()) == {os.getpid()}) == (workers == 0)
-
-
-def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them():
-    same, other = (8, "a"), (8, "b")
-    column = [{"norm": same, "mask": same}, {"deep": (3, "c"), "odd": (4, "d")}]
-    places, size = _row_spans([*column, {"norm": other, "mask": same}, {"deep": (3, "x"), "odd": (5, "d")}])
-    assert {name: (place.source, place.bytes) for name, place in places.items()} == {
-        "norm": (0, slice(0, 8)),
-        "deep": (1, slice(8, 11)),
-    }
-    assert size == 12
-    assert _row_spans(column) == ({}, 0)
 
 
 class Stateful(nn.Module):
