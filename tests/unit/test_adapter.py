@@ -160,7 +160,7 @@ def test_training_goes_on_from_pefts_folder(trained, here, capsys):
     with pytest.raises(CheckpointError, match="has only an adapter"):
         export.main([str(trained), "--out", "weights"])
     assert "dsframe: 896 parameters of an adapter (lora) train, 26,784 are frozen" in capsys.readouterr().err
-    place = here / "peft" / "adapter_config.json"
+    place, other = here / "peft" / "adapter_config.json", file(here / "other", {"folder": "peft"}, steps=1)
     settings = read_json(place)
     for wrong, said in (
         ({"init_lora_weights": "pissa_niter_4"}, "with which peft loads another base each time"),
@@ -169,14 +169,14 @@ def test_training_goes_on_from_pefts_folder(trained, here, capsys):
     ):
         write_json(place, settings | wrong)
         with pytest.raises(ConfigError, match=said):
-            fit(file(here / "other", {"folder": "peft"}, steps=1))
+            fit(other)
     write_json(place, settings)
     saved = load_file(here / "peft" / "adapter_model.safetensors")
     first = next(iter(saved))
     for others in ({first: saved[first][:-1].clone()}, {}):  # of another shape, and gone
         save_file({**dict(list(saved.items())[1:]), **others}, here / "peft" / "adapter_model.safetensors")
         with pytest.raises(ConfigError, match=rf"is an adapter of another model: {re.escape(first)} differs"):
-            fit(file(here / "other", {"folder": "peft"}, steps=1))
+            fit(other)
 
 
 @pytest.mark.parametrize(

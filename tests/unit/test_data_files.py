@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -220,15 +221,15 @@ def test_the_umask_decides_who_may_write_to_a_file(tmp_path):
 
 def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path):
     write_mnist(tmp_path / "debian", compressed=True)
-    lines = []
-    target = tmp_path / "target"
-    assert fetch.fetch("fashion-mnist", str(target), lines.append) == target
+    lines, target = [], tmp_path / "target"
+    fetched = partial(fetch.fetch, "fashion-mnist", str(target), lines.append)
+    assert fetched() == target
     assert lines == [f"fashion-mnist: copied from {tmp_path}/debian in {target}"]
     assert names(target / "FashionMNIST" / "raw") == sorted(vision.MNIST_FILES)
-    fetch.fetch("fashion-mnist", str(target), lines.append)
+    fetched()
     assert lines[1] == f"fashion-mnist: complete in {target}"
     truncate(target / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 100)
-    fetch.fetch("fashion-mnist", str(target), lines.append)
+    fetched()
     assert len(load(settings(data_dir=str(target)))) == 6
 
 
