@@ -27,13 +27,6 @@ def messages(caught):
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_integral_floats_are_integers(tmp_path):
-    path = write(tmp_path, '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "sub_group_size": 1e12}}')
-    config = load(path)
-    assert config.deepspeed.zero_optimization.sub_group_size == 10**12
-    assert isinstance(config.for_deepspeed(1)["zero_optimization"]["sub_group_size"], int)
-
-
 def test_a_file_may_say_auto_for_the_engine(tmp_path):
     assert load(write(tmp_path, {"train_batch_size": 8, "dsframe": {"engine": "auto"}})).settings.engine == "auto"
 

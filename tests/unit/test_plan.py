@@ -156,7 +156,6 @@ def test_data_that_a_task_prepares_are_there_before_it_is_planned(tmp_path, monk
 # Layers, heads, width; samples a step; processes, memory of a device; what is to come first; whether the file fits as it is.
 ADVICE = [
     ((4, 8, 512), 32, 1, "80GB", "one process", True),
-    ((24, 16, 2048), 32, 1, "24GB", "ZeRO-2, optimizer on the CPU", False),
     ((32, 32, 4096), 32, 1, "24GB", "ZeRO-2, optimizer on the CPU, blocks computed twice", False),
     ((4, 8, 512), 64, 8, "80GB", "DDP", True),
     ((10, 80, 10240), 256, 8, "80GB", "ZeRO-2", False),
@@ -200,17 +199,12 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host():
         {"name": "language", "layers": 4, "heads": 4, "width": 32, "context": 64},
         {"name": "causal-language-model", "model": {**llama, "num_attention_heads": 4}, "context": 64},
     ):
-        found = {}
-        for name, switch in {
-            "plain": {},
-            "all": {"activation_checkpointing": {"every": 1}},
-            "some": {"activation_checkpointing": {"every": 2}},
-        }.items():
+        activations = []
+        for switch in ({}, {"activation_checkpointing": {"every": 2}}, {"activation_checkpointing": {"every": 1}}):
             config = load(ds_config(64, task=task, model=switch))
             known = traced(config, tasks.build(config.settings.task, 1))
-            found[name] = predict(config, "ddp", known, GPU, 1)
-        memory = {name: one.memory.activations for name, one in found.items()}
-        assert memory["all"] < memory["some"] < memory["plain"]
+            activations.append(predict(config, "ddp", known, GPU, 1).memory.activations)
+        assert activations == sorted(set(activations), reverse=True)
         assert known.block < known.parameters / 2, "ZeRO-3 gathers a recomputed block, not the model"
 
 
