@@ -117,11 +117,6 @@ def test_what_torch_refuses_at_the_first_update(kind, params, message):
         optimizers.try_out(read(kind, params), torch.device("cpu"))
 
 
-def test_a_file_without_an_optimizer_is_told_what_to_add():
-    with pytest.raises(ConfigError, match='optimizer: missing; add "optimizer"'):
-        optimizers.read(load({"train_batch_size": 8}))
-
-
 class Signs(torch.optim.Optimizer):
     """Steps of one size in the direction of a moving average."""
 
