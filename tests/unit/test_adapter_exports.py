@@ -28,7 +28,6 @@ SIZES = {
 }
 LLAMA = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": 0}
 VIT = {**SIZES, "image_size": 16, "patch_size": 8, "num_labels": 3}
-BERT = {**SIZES, "max_position_embeddings": 32, "num_labels": 3}
 LM, TIED, BIASED = "LlamaForCausalLM", {"tie_word_embeddings": True}, {"attention_bias": True}
 Q = {"target_modules": ["q_proj"]}
 MODELS = {
@@ -38,7 +37,6 @@ MODELS = {
     "factors of embeddings": (LM, {}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "rsLoRA": (LM, BIASED, {**Q, "use_rslora": True, "lora_alpha": 3.0}),
     "classifier of sequences": ("LlamaForSequenceClassification", {"num_labels": 3}, {}),
-    "classifier of tokens": ("BertForTokenClassification", BERT, {}),
     "classifier of images": ("ViTForImageClassification", VIT, {}),
 }
 

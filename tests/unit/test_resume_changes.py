@@ -437,7 +437,7 @@ def test_arguments_and_validation_data_that_changed_are_said(said_at_a_resume, t
     assert [text for text in said if text.startswith(line)] if line else not said
 
 
-def test_what_several_models_are_told_is_said_once(said_at_a_resume):
+def test_what_one_of_several_models_is_told_is_said(said_at_a_resume):
     class Two(Argued):
         model = dsframe.Task.model
 
@@ -450,8 +450,6 @@ def test_what_several_models_are_told_is_said_once(said_at_a_resume):
         def measured(self, models, inputs, targets):
             return sum(nn.functional.cross_entropy(model(inputs), targets) for model in models.values())
 
-    (line,) = said_at_a_resume({"task": Two()}, {"task": Two(alpha=0.1)})[:1]
-    assert line.startswith("attributes.task.arguments.alpha was 0.5, is 0.1")
     said = said_at_a_resume({"task": Two()}, {"task": Two(scale=2.0)})
     assert [text for text in said if text.startswith("attributes.digest of numbers in the model, other was ")]
 
@@ -491,18 +489,15 @@ def test_the_first_evaluation_of_a_new_metric_may_lack_it(said_at_a_resume):
 def test_a_new_batch_says_that_the_schedule_ends_elsewhere(said_at_a_resume):
     key = "num_training_steps"
 
-    def top(batch, length="auto"):
-        return {"train_batch_size": batch, "scheduler": {"type": "linear", "params": {key: length}}}
+    def top(batch):
+        return {"train_batch_size": batch, "scheduler": {"type": "linear", "params": {key: "auto"}}}
 
     first = {"top": top(6), "epochs": 6, "steps": None, "checkpoints": {"every_steps": 24, "keep_last": 9}}
     path, then = "{}/run/checkpoints/step-00000024", {"epochs": 6, "steps": None, "name": "more"}
     said = said_at_a_resume(first, {**then, "top": top(12)}, path)
-    begins = f"the schedule is for 24 updates ({key}), the training has 36: the last has the rate "
     (line,) = [line for line in said if line.startswith("the schedule is for")]
-    assert line.startswith(begins)
+    assert line.startswith(f"the schedule is for 24 updates ({key}), the training has 36: the last has the rate ")
     assert line.endswith(f"; write {key} 36 to end with it")
-    said = said_at_a_resume(first, {**then, "top": top(12, 36)}, path)
-    assert not [line for line in said if line.startswith("the schedule is for")]
 
 
 def test_a_model_is_described_without_addresses_and_earlier_trainings():
