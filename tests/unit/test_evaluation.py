@@ -188,7 +188,12 @@ def test_every_rank_evaluates_one_rank_s_buffers():
 
     def evaluated(ranks):
         rank = ranks.plan.world.rank
-        of_all = {"norm": torch.full((3,), 0.1 * (rank + 1)), "last": torch.tensor(rank // 2), "same": torch.ones(2)}
+        of_all = {
+            "flags": torch.full((3,), rank, dtype=torch.uint8),
+            "norm": torch.full((3,), 0.1 * (rank + 1)),
+            "last": torch.tensor(rank // 2),
+            "same": torch.ones(2),
+        }
         held = of_all | {"sized": torch.ones(1 + rank)} | ({"layer": torch.full((2,), rank)} if rank else {})
         ranks.buffers, ranks.built = lambda: held, MagicMock()
         ranks.built.watch.model = Stateful(rank)
@@ -197,12 +202,11 @@ def test_every_rank_evaluates_one_rank_s_buffers():
         return differ, sorted(taken), {name: buffer.tolist() for name, buffer in held.items()}
 
     for rank, (differ, taken, held) in enumerate(Room(3).run(evaluated)):
-        assert differ == ["_extra_state", "last", "layer", "norm", "sized"]
-        assert taken == ["last", "layer", "norm"]
+        assert differ == ["_extra_state", "flags", "last", "layer", "norm", "sized"]
+        assert taken == ["flags", "last", "layer", "norm"]
         norm = torch.full((3,), 0.1).tolist()
-        assert held == {"norm": norm, "last": 0, "same": [1, 1], "sized": [1] * (1 + rank)} | (
-            {"layer": [1, 1]} if rank else {}
-        )
+        shared = {"flags": [0, 0, 0], "norm": norm, "last": 0, "same": [1, 1]}
+        assert held == shared | {"sized": [1] * (1 + rank)} | ({"layer": [1, 1]} if rank else {})
 
 
 class GatheringTask(ReadyTask):
