@@ -140,12 +140,13 @@ def test_an_adapter_that_counts_otherwise_is_refused(trained, here):
         dsframe.load_model(run)
     assert export.main([str(trained), "--to", "peft", "--out", "peft"]) == 0
     fit(file(here / "on", {"folder": "peft"}, steps=1))
-    settings = read_json(here / "peft" / "adapter_config.json")
-    write_json(here / "peft" / "adapter_config.json", {**settings, "use_rslora": True})
+    place = here / "peft" / "adapter_config.json"
+    settings = read_json(place)
+    write_json(place, {**settings, "use_rslora": True})
     with pytest.raises(CheckpointError, match=r"another adapter: adapter\.use_rslora was false, is true"):
         fit(file(here / "on", {"folder": "peft"}, steps=2), resume="auto")
     settings["alora_invocation_tokens"] = [1, 2]
-    write_json(here / "peft" / "adapter_config.json", settings)
+    write_json(place, settings)
     with pytest.raises(ConfigError, match="has alora_invocation_tokens, which peft computes outside of the layers"):
         fit(file(here / "other", {"folder": "peft"}, steps=1))
 
@@ -159,23 +160,23 @@ def test_training_goes_on_from_pefts_folder(trained, here, capsys):
     with pytest.raises(CheckpointError, match="has only an adapter"):
         export.main([str(trained), "--out", "weights"])
     assert "dsframe: 896 parameters of an adapter (lora) train, 26,784 are frozen" in capsys.readouterr().err
-    settings = read_json(here / "peft" / "adapter_config.json")
-    write_json(here / "peft" / "adapter_config.json", settings | {"init_lora_weights": "pissa_niter_4"})
-    with pytest.raises(ConfigError, match="with which peft loads another base each time"):
-        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
-    write_json(here / "peft" / "adapter_config.json", settings | {"peft_type": "NOVEL"})
-    with pytest.raises(ConfigError, match="cannot be read"):
-        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
-    write_json(here / "peft" / "adapter_config.json", settings | {"init_lora_weights": "loftq", "loftq_config": {}})
-    with pytest.raises(ConfigError, match=r"peft refuses it|cannot be read"):  # a package or a setting is missing
-        fit(file(here / "other", {"folder": str(here / "peft")}, steps=1))
-    write_json(here / "peft" / "adapter_config.json", settings)
+    place, other = here / "peft" / "adapter_config.json", file(here / "other", {"folder": "peft"}, steps=1)
+    settings = read_json(place)
+    for wrong, said in (
+        ({"init_lora_weights": "pissa_niter_4"}, "with which peft loads another base each time"),
+        ({"peft_type": "NOVEL"}, "cannot be read"),
+        ({"init_lora_weights": "loftq", "loftq_config": {}}, "peft refuses it|cannot be read"),  # something is missing
+    ):
+        write_json(place, settings | wrong)
+        with pytest.raises(ConfigError, match=said):
+            fit(other)
+    write_json(place, settings)
     saved = load_file(here / "peft" / "adapter_model.safetensors")
     first = next(iter(saved))
     for others in ({first: saved[first][:-1].clone()}, {}):  # of another shape, and gone
         save_file({**dict(list(saved.items())[1:]), **others}, here / "peft" / "adapter_model.safetensors")
         with pytest.raises(ConfigError, match=rf"is an adapter of another model: {re.escape(first)} differs"):
-            fit(file(here / "other", {"folder": "peft"}, steps=1))
+            fit(other)
 
 
 @pytest.mark.parametrize(

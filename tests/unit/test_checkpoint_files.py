@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -26,8 +25,6 @@ from dsframe.checkpoint.store import Store
 from dsframe.checkpoint.tensor_file import write_tensors
 from dsframe.checkpoint.writer import Writer
 from dsframe.config import load
-from dsframe.engines import state_replica
-from dsframe.engines.deepspeed import state_flat
 from dsframe.errors import CheckpointError, ConfigError
 from dsframe.host import generators
 from dsframe.model.persistent import aliases, compare, persistent_buffers
@@ -380,22 +377,10 @@ def test_what_only_the_task_and_the_disk_can_tell(tmp_path):
     refuse(config, str(tmp_path), evaluates=True)
 
 
-def test_state_about_a_weight_without_dimensions_is_tensors():
-    """CLIP's logit_scale: Adam's moments of it are 0-d as its step is, and ZeRO keeps all of them in flat tensors."""
-    weight = nn.Parameter(torch.tensor(2.65))
-    optimizer = torch.optim.Adam([weight], lr=0.1)
-    for number in (1.0, 2.0):
-        weight.grad = torch.full_like(weight, number)
-        optimizer.step()
-    (saved,) = state_replica.read([state_replica.ParameterView("scale", (), weight)], [], optimizer)
-    assert sorted(saved.moments) == ["exp_avg", "exp_avg_sq"]
-    assert saved.scalars == {"step": 2.0}
-    flat = nn.Parameter(torch.zeros(1))
-    sharing = torch.optim.Adam([flat], lr=0.1)
-    span = SimpleNamespace(part=lambda name, *span: narrowed(saved, *span))
-    state_flat.fill(sharing, flat, [state_flat.Piece("scale", 0, 1, 0)], span)
-    assert sharing.state[flat]["step"] == 2
-    assert sharing.state[flat]["exp_avg"].tolist() == [float(saved.moments["exp_avg"])]
+def test_state_about_a_weight_without_dimensions_has_a_range():
+    """CLIP's logit_scale: ZeRO keeps it and its moments in flat tensors."""
+    part = narrowed(ParameterState("scale", torch.tensor(2.5), {"exp_avg": torch.tensor(0.5)}, {"step": 2.0}), 0, 1)
+    assert (part.weight.tolist(), part.moments["exp_avg"].tolist(), part.scalars) == ([2.5], [0.5], {"step": 2.0})
 
 
 def test_numbers_of_torchs_optimizers_stay_numbers():

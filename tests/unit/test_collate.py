@@ -107,16 +107,6 @@ def test_the_row_that_is_first_does_not_decide_the_type():
         assert batch.dtype == turned[name].dtype == torch.float32
 
 
-def test_collators_of_transformers_work_as_they_are():
-    from transformers import DataCollatorWithPadding
-
-    rows = [{"input_ids": [1, 2, 3], "label": 1}, {"input_ids": [4], "label": 0}]
-    inputs, targets = collated(list(enumerate(rows)), DataCollatorWithPadding(words("a", pad_token="a")))
-    assert inputs["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert targets.tolist() == [1, 0]
-
-
 def broken(rows):
     raise ValueError("no such column")
 

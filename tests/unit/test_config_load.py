@@ -27,13 +27,6 @@ def messages(caught):
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_integral_floats_are_integers(tmp_path):
-    path = write(tmp_path, '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "sub_group_size": 1e12}}')
-    config = load(path)
-    assert config.deepspeed.zero_optimization.sub_group_size == 10**12
-    assert isinstance(config.for_deepspeed(1)["zero_optimization"]["sub_group_size"], int)
-
-
 def test_a_file_may_say_auto_for_the_engine(tmp_path):
     assert load(write(tmp_path, {"train_batch_size": 8, "dsframe": {"engine": "auto"}})).settings.engine == "auto"
 
@@ -220,15 +213,20 @@ def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut):
     assert config.resolve(Facts(world_size=1, replicas=True)).batch(1).train_batch_size == cutting.train_batch_size
 
 
-def test_ranks_that_split_a_model_read_the_same_samples():
+@pytest.mark.parametrize(
+    ("file", "replicas", "data_ranks"),
+    [
+        ({"pipeline": {"stages": 2}}, False, [0, 1, 0, 1]),
+        (CUT, False, [0, 0, 1, 1]),
+        ({}, False, [0, 1, 2, 3]),
+        ({"sequence_parallel_size": 2}, False, [0, 0, 1, 1]),
+        ({"sequence_parallel_size": 2}, True, [0, 1, 2, 3]),
+    ],
+)
+def test_ranks_that_split_a_model_read_the_same_samples(file, replicas, data_ranks):
     """In DeepSpeed's order of ranks: pipe, data, tensor."""
-    staged, cut = load({MICRO: 1, "pipeline": {"stages": 2}}).batch(4), load({MICRO: 1, **CUT}).batch(4)
-    assert [staged.data_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
-    assert [cut.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert [load({MICRO: 1}).batch(3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
-    shared = load({MICRO: 1, "sequence_parallel_size": 2})
-    assert [shared.batch(4).data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert [shared.batch(4, replicas=True).data_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+    batch = load({MICRO: 1, **file}).batch(4, replicas=replicas)
+    assert [batch.data_rank(rank) for rank in range(4)] == data_ranks
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,11 @@ def load(section, *, train=True, seed=0):
     return vision.load(section, vision.describe(section), train=train, seed=seed)
 
 
+def found_in(folder):
+    """Fashion-MNIST there."""
+    return load(settings(data_dir=str(folder)))
+
+
 def mapped_files(part):
     """Files that this process has mapped, which others share with it."""
     return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if part in line}
@@ -59,7 +65,7 @@ def mapped_files(part):
 
 def test_the_ranks_of_a_host_share_one_copy(here):
     write_mnist(here)
-    source = load(settings(data_dir=str(here)))
+    source = found_in(here)
     path = here / "train-images-idx3-ubyte"
     assert str(path) in mapped_files(str(here))
     assert len(source) == 6
@@ -128,7 +134,7 @@ def test_truncated_files_are_refused(tmp_path):
         name = folder / ("train-images-idx3-ubyte.gz" if compressed else "train-images-idx3-ubyte")
         truncate(name, name.stat().st_size // 2)
         with pytest.raises(DataError, match=f"{name}: truncated or damaged"):
-            load(settings(data_dir=str(folder)))
+            found_in(folder)
     damaged = tmp_path / "a.gz"
     damaged.write_bytes(gzip.compress(b"")[:10] + b"\xff")
     with pytest.raises(DataError, match="truncated or damaged"):
@@ -148,13 +154,13 @@ def test_truncated_files_are_refused(tmp_path):
 def test_files_that_do_not_belong_together_are_refused(tmp_path):
     write_mnist(tmp_path, largest_label=10)
     with pytest.raises(DataError, match="labels run from 0 to 10, but there are 10 classes"):
-        load(settings(data_dir=str(tmp_path)))
+        found_in(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(5)))
     with pytest.raises(DataError, match=r"holds 6 images, .* 5 labels"):
-        load(settings(data_dir=str(tmp_path)))
+        found_in(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(np.zeros((5, 28, 20))))
     with pytest.raises(DataError, match=r"not 28 x 28 images: \[5, 28, 20\]"):
-        load(settings(data_dir=str(tmp_path)))
+        found_in(tmp_path)
 
 
 def test_cifar10_is_torchvisions_and_no_other_file_is_unpickled(tmp_path, monkeypatch):
@@ -220,16 +226,16 @@ def test_the_umask_decides_who_may_write_to_a_file(tmp_path):
 
 def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path):
     write_mnist(tmp_path / "debian", compressed=True)
-    lines = []
-    target = tmp_path / "target"
-    assert fetch.fetch("fashion-mnist", str(target), lines.append) == target
+    lines, target = [], tmp_path / "target"
+    fetched = partial(fetch.fetch, "fashion-mnist", str(target), lines.append)
+    assert fetched() == target
     assert lines == [f"fashion-mnist: copied from {tmp_path}/debian in {target}"]
     assert names(target / "FashionMNIST" / "raw") == sorted(vision.MNIST_FILES)
-    fetch.fetch("fashion-mnist", str(target), lines.append)
+    fetched()
     assert lines[1] == f"fashion-mnist: complete in {target}"
     truncate(target / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 100)
-    fetch.fetch("fashion-mnist", str(target), lines.append)
-    assert len(load(settings(data_dir=str(target)))) == 6
+    fetched()
+    assert len(found_in(target)) == 6
 
 
 def test_a_program_that_fails_has_the_last_word():

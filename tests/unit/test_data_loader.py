@@ -248,9 +248,8 @@ def test_a_batch_with_holes_is_made_dense_before_it_is_pinned():
     assert _dense(images) is images
 
 
-@pytest.mark.parametrize("data", [images(), Noisy()])
-def test_a_row_is_another_in_each_epoch(data):
-    first, again, other = (as_source(data, 4).batch(torch.tensor([3]), epoch)[0] for epoch in (0, 0, 1))
+def test_a_row_is_another_in_each_epoch():
+    first, again, other = (as_source(Noisy(), 4).batch(torch.tensor([3]), epoch)[0] for epoch in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

@@ -193,35 +193,37 @@ def test_a_file_of_any_kind_that_is_cut_off_is_found_before_training(kind, tmp_p
     assert folder._damage(place)
 
 
-@pytest.mark.parametrize("samples", [None, 5])
-def test_a_resume_says_that_a_picture_is_another_one_under_its_name(samples, pictures, capsys):
+def goes_on(pictures, steps, **more):
+    """A run on these pictures until this step, from where it was."""
+    section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32, **more}
+    file = ds_config(1, "SGD", 0.1, engine="single", steps=steps, task=section, run_dir=str(pictures / "run"))
+    execute(load(file), resume="auto")
+
+
+@pytest.mark.parametrize("more", [{}, {"samples": 5}])
+def test_a_resume_says_that_a_picture_is_another_one_under_its_name(more, pictures, capsys):
     """Not where the folder was copied, which changes the times of its files."""
     shutil.copytree(pictures / "train", pictures / "val")
-    section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
-    section |= {} if samples is None else {"samples": samples}
-    file = ds_config(1, "SGD", 0.1, engine="single", steps=1, task=section, run_dir=str(pictures / "run"))
-    execute(load(file))
+    goes_on(pictures, 1, **more)
     shutil.copytree(pictures / "train", pictures / "copy")
     shutil.rmtree(pictures / "train")
     (pictures / "copy").rename(pictures / "train")
-    execute(load(file, overrides=["dsframe.steps=2"]), resume="auto")
+    goes_on(pictures, 2, **more)
     assert "the training data" not in capsys.readouterr().err
     written(pictures / "train" / "cat" / "1.png", Image.fromarray(RAMP).resize((9, 9)))
-    execute(load(file, overrides=["dsframe.steps=3"]), resume="auto")
+    goes_on(pictures, 3, **more)
     assert "the training data: sample (which one is unknown) was another one" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures):
     """A folder that was renamed, or is gone, is said before an evaluation and before a resume."""
-    section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
     shutil.copytree(pictures / "train", pictures / "val")
-    file = ds_config(4, "SGD", 0.1, engine="single", steps=1, task=section, run_dir=str(pictures / "run"))
-    execute(load(file))
+    goes_on(pictures, 1)
     for name in ("train", "val"):
         (pictures / name / "dog").rename(pictures / name / "ant")
     said = "the data's classes are ant, cat, but the checkpoint was trained with cat, dog; dog missing; ant new"
     with pytest.raises(CheckpointError, match=said):
-        execute(load(file, overrides=["dsframe.steps=2"]), resume="auto")
+        goes_on(pictures, 2)
     with pytest.raises(CheckpointError, match=said):
         evaluate._run("evaluate", evaluate._options("evaluate", [str(pictures / "run")]), World())
 
@@ -253,13 +255,3 @@ def test_an_evaluation_takes_pictures_as_they_are(pictures):
     assert torch.equal(first, again)
     trained = as_source(task.train_data(), 1)
     assert not torch.equal(*(trained.batch(torch.tensor([0]), epoch)[0] for epoch in (0, 1)))
-
-
-def test_an_evaluation_of_images_in_memory_draws_nothing():
-    section = {"dataset": "synthetic", "samples": 64, "image_size": 32}
-    task = build(VisionTask.model_validate(section), seed=1)
-    rows = torch.arange(6)
-    assert torch.equal(*(task.eval_data().batch(rows, epoch)[0] for epoch in (0, 1)))
-    assert not torch.equal(*(task.train_data().batch(rows, epoch)[0] for epoch in (0, 1)))
-    assert len(task.eval_data()) == 6
-    assert len(task.train_data()) == 64

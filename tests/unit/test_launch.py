@@ -46,30 +46,36 @@ def test_hosts_of_a_slurm_allocation():
     assert hosts.from_slurm({}) == ()
 
 
-def shown(capsys, monkeypatch, typed, threads="3"):
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    monkeypatch.setattr(launchers, "python", lambda: "python")
-    monkeypatch.setattr(launchers.sys, "executable", "/env/bin/python")
-    monkeypatch.setattr(launchers.os, "getuid", lambda: 1)
-    monkeypatch.setattr(command, "free_port", lambda: 4321)
-    monkeypatch.setattr(command, "interface_to", lambda name: "eth0")
-    assert command.main(["--print", *typed.split()]) == 0
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture
+def shown(capsys, monkeypatch):
+    """The commands that ``dsframe launch --print`` shows."""
+
+    def lines(typed, threads="3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        monkeypatch.setattr(launchers, "python", lambda: "python")
+        monkeypatch.setattr(launchers.sys, "executable", "/env/bin/python")
+        monkeypatch.setattr(launchers.os, "getuid", lambda: 1)
+        monkeypatch.setattr(command, "free_port", lambda: 4321)
+        monkeypatch.setattr(command, "interface_to", lambda name: "eth0")
+        assert command.main(["--print", *typed.split()]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return lines
 
 
-def test_variables_of_the_network_travel_with_mpirun(capsys, monkeypatch):
+def test_variables_of_the_network_travel_with_mpirun(monkeypatch, shown):
     for name in ("FI_PROVIDER", "UCX_TLS", "NCCL_DEBUG", "SECRET_OF_MINE"):
         monkeypatch.setenv(name, "some")
-    (line,) = shown(capsys, monkeypatch, "-H node1:2,node2:2 --launcher mpirun")
+    (line,) = shown("-H node1:2,node2:2 --launcher mpirun")
     words = line.split()
     sent = {after for word, after in itertools.pairwise(words) if word == "-x"}
     assert {"FI_PROVIDER", "UCX_TLS", "NCCL_DEBUG", "PATH", "MASTER_ADDR"} <= sent
     assert "SECRET_OF_MINE" not in sent
 
 
-def test_the_command_is_shown_without_keys_of_accounts(capsys, monkeypatch):
+def test_the_command_is_shown_without_keys_of_accounts(shown):
     typed = "--config zero3.json -np 2 --set comet.api_key=the-key"
-    (line,) = shown(capsys, monkeypatch, typed)
+    (line,) = shown(typed)
     assert "comet.api_key=***" in line
     assert "the-key" not in line
 
@@ -102,8 +108,8 @@ EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"
         ),
     ],
 )  # fmt: skip
-def test_each_launchers_command(options, lines, capsys, monkeypatch):
-    found = shown(capsys, monkeypatch, f"--config zero3.json {options}")
+def test_each_launchers_command(options, lines, shown):
+    found = shown(f"--config zero3.json {options}")
     assert [line.replace("OMP_NUM_THREADS=3 ", "") for line in found] == lines
     assert all("OMP_NUM_THREADS=3 " in line for line in found)
 
@@ -153,14 +159,14 @@ def test_gpus_of_wsl_are_counted_by_nvidia_smi(tmp_path, monkeypatch):
     assert devices.installed(tmp_path) == 0
 
 
-def test_cuda_visible_devices_are_what_a_run_takes(capsys, monkeypatch, tmp_path):
+def test_cuda_visible_devices_are_what_a_run_takes(monkeypatch, tmp_path, shown):
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
     for number in range(8):
         (tmp_path / f"nvidia{number}").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     start = "OMP_NUM_THREADS=3 CUDA_VISIBLE_DEVICES={} deepspeed --master_port=4321 --module" + PROGRAM[2:]
     for options, chosen in (("", "2,3"), ("-np 1 --launcher deepspeed", "2")):
-        assert shown(capsys, monkeypatch, f"--config zero3.json {options}") == [start.format(chosen)]
+        assert shown(f"--config zero3.json {options}") == [start.format(chosen)]
     for visible, options, words in (
         ("2,3", "--launcher torchrun", "--nproc-per-node=2"),
         ("", "-np 3 --launcher torchrun", "--nproc-per-node=3"),  # on the CPU
@@ -169,7 +175,7 @@ def test_cuda_visible_devices_are_what_a_run_takes(capsys, monkeypatch, tmp_path
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES") if visible is None else monkeypatch.setenv(
             "CUDA_VISIBLE_DEVICES", visible
         )
-        assert words in shown(capsys, monkeypatch, f"--config zero3.json {options}")[0]
+        assert words in shown(f"--config zero3.json {options}")[0]
     for visible, options, message in (
         ("2,3", "-np 3", "^-np 3, but CUDA_VISIBLE_DEVICES=2,3 shows 2: "),
         ("GPU-1b,GPU-2c", "", "^CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed sets"),
@@ -177,14 +183,14 @@ def test_cuda_visible_devices_are_what_a_run_takes(capsys, monkeypatch, tmp_path
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(WorldError, match=message):
-            shown(capsys, monkeypatch, f"--config zero3.json {options}")
+            shown(f"--config zero3.json {options}")
 
 
-def test_threads_are_those_of_the_fullest_host(capsys, monkeypatch):
+def test_threads_are_those_of_the_fullest_host(monkeypatch, shown):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     for written, threads in (("", 2), (" --set dsframe.threads_per_rank=5", 5)):
         typed = f"--config zero3.json -H node1:2,node2:4 --launcher mpirun{written}"
-        (line,) = shown(capsys, monkeypatch, typed, threads="")
+        (line,) = shown(typed, threads="")
         assert line.startswith(f"OMP_NUM_THREADS={threads} ")
 
 
@@ -196,11 +202,11 @@ def test_this_machine_has_a_short_name_and_may_have_no_gpu_to_hide(tmp_path, mon
 
 
 @pytest.mark.parametrize(("names", "nodes"), [("node[1-2]", 2), ("localhost", 1)])
-def test_slurm_chooses_srun(names, nodes, capsys, monkeypatch):
+def test_slurm_chooses_srun(names, nodes, monkeypatch, shown):
     monkeypatch.setenv("SLURM_JOB_NODELIST", names)
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", f"2(x{nodes})")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
-    (line,) = shown(capsys, monkeypatch, "--config zero3.json")
+    (line,) = shown("--config zero3.json")
     start = "OMP_NUM_THREADS=8 MASTER_PORT=4321 srun"  # the task's cores, not what the login node had
     assert (
         line == f"{start} --ntasks={2 * nodes} --nodes={nodes} --cpus-per-task=8 --kill-on-bad-exit=1 python {PROGRAM}"
@@ -462,10 +468,10 @@ def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path, torn):
     assert outcome.read(path) == outcome.Outcome(began=True, code=6, rank=1, step=0, message="the disk is gone")
 
 
-def test_deepspeed_reads_a_host_file(tmp_path, capsys, monkeypatch):
+def test_deepspeed_reads_a_host_file(tmp_path, shown):
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\nnode2 slots=4\n")
-    (line,) = shown(capsys, monkeypatch, f"--config zero3.json --hostfile {file} --launcher deepspeed")
+    (line,) = shown(f"--config zero3.json --hostfile {file} --launcher deepspeed")
     meeting = "--master_addr=node1 --master_port=4321"
     assert line == f"OMP_NUM_THREADS=3 deepspeed --hostfile={file} {meeting} --module{PROGRAM[2:]}"
     for words in (["-H", "node1:2,node2:2"], ["--hostfile", str(file), "-np", "3"]):

@@ -20,6 +20,10 @@ from tests.files import ds_config
 from tests.lines import Line
 
 
+def weight(*sizes):
+    return nn.Parameter(torch.ones(sizes or 2))
+
+
 def read(kind, params):
     return optimizers.read(load(ds_config(8, {"type": kind, "params": params})))
 
@@ -52,7 +56,7 @@ KINDS = ("AdamW", "SGD", "adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_optimizer_of_torch_makes_its_update_from_its_own_rate(kind):
     spec = read(kind, {})
-    assert spec.learning_rate == spec.build([nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"]
+    assert spec.learning_rate == spec.build([weight()]).param_groups[0]["lr"]
     optimizers.try_out(spec, torch.device("cpu"))
 
 
@@ -82,18 +86,18 @@ def test_a_checkpoint_of_torchs_adam_is_one_of_deepspeeds(kind, decoupled):
 
 
 def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own():
-    read("AdamW", {"set_grad_none": True}).build([nn.Parameter(torch.zeros(2))])
+    read("AdamW", {"set_grad_none": True}).build([weight()])
 
 
 def test_a_beta_of_0_is_a_number_as_any_other():
     """GANs write [0.0, 0.9]; a file's reader makes 0 of it, and torch takes floats alone."""
-    (group,) = read("Adam", {"betas": [0, 0.9]}).build([nn.Parameter(torch.zeros(2))]).param_groups
+    (group,) = read("Adam", {"betas": [0, 0.9]}).build([weight()]).param_groups
     assert group["betas"] == (0.0, 0.9)
 
 
 def test_what_torch_refuses_is_a_mistake_of_the_file():
     with pytest.raises(ConfigError, match=r"optimizer\.params"):
-        read("SGD", {"lr": -1.0}).build([nn.Parameter(torch.zeros(2))])
+        read("SGD", {"lr": -1.0}).build([weight()])
 
 
 @pytest.mark.parametrize(
@@ -111,11 +115,6 @@ def test_what_torch_refuses_is_a_mistake_of_the_file():
 def test_what_torch_refuses_at_the_first_update(kind, params, message):
     with pytest.raises(ConfigError, match=message):
         optimizers.try_out(read(kind, params), torch.device("cpu"))
-
-
-def test_a_file_without_an_optimizer_is_told_what_to_add():
-    with pytest.raises(ConfigError, match='optimizer: missing; add "optimizer"'):
-        optimizers.read(load({"train_batch_size": 8}))
 
 
 class Signs(torch.optim.Optimizer):
@@ -180,11 +179,11 @@ class Langevin(torch.optim.SGD):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_optimizer_that_draws_is_for_one_process(ranks, monkeypatch):
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.zeros(2)
+    drawn = weight()
+    drawn.grad = torch.zeros(2)
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    made = optimizer_watch.build(optimizers.read(load(own(1, "Langevin", lr=0.1))), [weight])
+    made = optimizer_watch.build(optimizers.read(load(own(1, "Langevin", lr=0.1))), [drawn])
     with pytest.raises(TaskError, match=r"Langevin draws random .* train on one") if ranks > 1 else nullcontext():
         made.step()
 
@@ -244,7 +243,7 @@ def test_rates_of_groups_that_the_task_makes_are_kept(here):
 def test_an_optimizer_over_other_tensors_is_refused(made, message):
     spec = of_task(made)
     with pytest.raises(TaskError, match=message):
-        spec.build([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))])
+        spec.build([weight(), weight(3)])
 
 
 class ByNorm(Signs):
@@ -305,7 +304,7 @@ class ScheduleFree(Signs):
 def test_an_optimizer_that_needs_more_than_a_step_is_refused(made, message):
     spec = of_task(made)
     with pytest.raises(TaskError, match=message):
-        optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
+        optimizer_watch.build(spec, [weight()])
 
 
 class Around(torch.optim.Optimizer):
@@ -322,9 +321,9 @@ class Around(torch.optim.Optimizer):
 
 def test_a_decay_of_the_optimizer_inside_is_its_own():
     spec = of_task(Around)
-    optimizer_watch.build(spec, [nn.Parameter(torch.ones(2))])
+    optimizer_watch.build(spec, [weight()])
     with pytest.raises(ConfigError, match="Around has no weight_decay"):
-        optimizer_watch.build(spec, [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.1}])
+        optimizer_watch.build(spec, [{"params": [weight()], "weight_decay": 0.1}])
 
 
 class Factored(Signs):
@@ -337,9 +336,9 @@ class Factored(Signs):
 @pytest.mark.parametrize("shards", [False, True])
 def test_state_of_another_shape_needs_whole_weights(shards):
     spec = of_task(Factored)
-    weight = nn.Parameter(torch.ones(2, 3))
-    weight.grad = torch.ones(2, 3)
-    optimizer = optimizer_watch.build(spec, [weight], shards=shards)
+    matrix = weight(2, 3)
+    matrix.grad = torch.ones(2, 3)
+    optimizer = optimizer_watch.build(spec, [matrix], shards=shards)
     with pytest.raises(TaskError, match=r"rows'\] of shape \[2, 1\] about \[2, 3\]") if shards else nullcontext():
         optimizer.step()
 
@@ -355,7 +354,7 @@ def test_state_of_another_shape_needs_whole_weights(shards):
 def test_an_optimizer_of_ones_own_that_there_is_not(document, message, tmp_path):
     document["dsframe"]["run_dir"] = str(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        optimizers.read(load(document)).build([nn.Parameter(torch.ones(1))])
+        optimizers.read(load(document)).build([weight(1)])
 
 
 class Idle(Line):

@@ -10,15 +10,6 @@ from dsframe.data.source import TensorSource
 from dsframe.errors import CheckpointError, DataError, TaskError
 from tests.files import ds_config
 
-
-def test_the_order_cuts_batches_as_ever():
-    sampler = Sampler(6, 4, 0, order=lambda epoch, samples: (torch.arange(samples) + epoch) % samples)
-    assert [[rows.tolist() for _, rows in sampler.global_batch(step)] for step in range(3)] == [
-        [[0, 1, 2, 3]], [[4, 5], [1, 2]], [[3, 4, 5, 0]],
-    ]  # fmt: skip
-    assert [rows.tolist() for _, rows in sampler.micro_batch(0, 0, 1, 2, 2)] == [[2, 3]]
-
-
 WRONG = {
     "shape \\[3\\]": torch.arange(3),
     "torch.float32 on cpu": torch.ones(6),

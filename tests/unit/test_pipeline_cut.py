@@ -42,8 +42,8 @@ class OfLayers(Task):
         self.layers = lambda: layers
 
 
-def cut(task, **pipeline):
-    config = load({"train_batch_size": 8, "pipeline": {"stages": 2, **pipeline}})
+def cut(task, sections=None, **pipeline):
+    config = load({"train_batch_size": 8, "pipeline": {"stages": 2, **pipeline}, **(sections or {})})
     return Cut(SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path()))
 
 
@@ -418,12 +418,6 @@ def test_a_tied_weight_has_its_owners_name_and_one_owner(local, names, borrowed)
 
 def test_groups_of_a_cut_model_are_named_as_it_names_its_weights():
     settings = {"parameter_groups": [{"match": ["first.*"], "freeze": True}]}
-    config = load({"train_batch_size": 8, "pipeline": {"stages": 2}, "dsframe": settings})
-    plan = SimpleNamespace(
-        config=config, task=Chained(nn.ReLU(), nn.Linear(3, 3)), seed=0, device=torch.device("cpu"), directory=Path()
-    )
-    (whole, _) = Cut(plan).models
-    assert [name for name, weight in whole.named_parameters() if not weight.requires_grad] == [
-        "first.weight",
-        "first.bias",
-    ]
+    (whole, _) = cut(Chained(nn.ReLU(), nn.Linear(3, 3)), {"dsframe": settings}).models
+    frozen = [name for name, weight in whole.named_parameters() if not weight.requires_grad]
+    assert frozen == ["first.weight", "first.bias"]

@@ -76,6 +76,9 @@ INPUTS = [
 ]
 
 
+CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
+
+
 class Clone:
     """A copy of what set-up reads, with stand-ins for the interpreter and for the machine's tools."""
 
@@ -122,16 +125,26 @@ class Clone:
         if wsl:
             self.tool("nvidia-smi", "#!/bin/sh\n" + "echo 'GPU 0: x'\n" * gpus)
 
-    def setup(self, profile="train", **variables):
-        return run_program(
-            ["bash", "launch/setup", profile], cwd=self.folder, env={**self.environment, **variables}, check=False
-        )
+    def setup(self, profile="train", code=0, **variables):
+        """Ends with ``code``."""
+        command, environment = ["bash", "launch/setup", profile], {**self.environment, **variables}
+        finished = run_program(command, cwd=self.folder, env=environment, check=False)
+        assert finished.returncode == code, finished
+        return finished
 
     def calls(self):
         """What the stand-in was asked since the last question, without the questions that change nothing."""
         calls = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
         self.calls_file.unlink(missing_ok=True)
         return [call for call in calls if call.startswith(("-m venv", "-m pip"))]
+
+    def tried(self):
+        """The builds of torch that pip was asked for since the last question."""
+        return [call.split()[-1] for call in self.calls() if "torch==" in call]
+
+    def pinned(self):
+        """The build of torch that no later step may exchange."""
+        return (self.folder / ".setup" / "torch.txt").read_text().strip()
 
 
 @pytest.fixture
@@ -144,8 +157,7 @@ without_gpu = pytest.mark.skipif(gpu, reason="decides for machines without a GPU
 
 
 def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone):
-    finished = clone.setup()
-    assert finished.returncode == 0, finished
+    clone.setup()
     venv, tools, torch, *rest = clone.calls()
     assert venv == "-m venv .venv"
     assert tools.startswith("-m pip install -c constraints.txt setuptools wheel hatchling ")
@@ -154,15 +166,13 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone):
     assert packages in rest
     engines = "-m pip install --no-deps --no-build-isolation -e examples/reference_engines"
     assert rest.index(engines) > rest.index(packages)
-    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0+cpu\n", (
-        "no later step may bring another"
-    )
+    assert clone.pinned() == CPU
 
 
 def test_tests_need_more_than_training_and_what_they_need_trains(clone):
-    assert clone.setup().returncode == 0
+    clone.setup()
     clone.calls()
-    assert clone.setup(profile="test").returncode == 0
+    clone.setup(profile="test")
     packages = "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[all,docs,test,lint]"
     assert packages in clone.calls()
     for profile in ("train", "test"):
@@ -173,17 +183,14 @@ def test_tests_need_more_than_training_and_what_they_need_trains(clone):
 def test_an_index_without_the_cpu_build_gives_the_plain_one(clone):
     """Set-up says so and goes on: training on the CPU works with either."""
     finished = clone.setup(FAIL="torch==2.13.0+cpu")
-    assert finished.returncode == 0, finished
     assert "no package index has a CPU-only torch 2.13.0 for this Python: taking the build with CUDA" in finished.stderr
     assert "TORCH_INDEX=URL names one more index" in finished.stderr
-    tried = [call.split()[-1] for call in clone.calls() if "torch==2" in call]
-    assert tried == ["torch==2.13.0+cpu", "torch==2.13.0"]
-    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
+    assert clone.tried() == [CPU, CUDA]
+    assert clone.pinned() == CUDA
 
 
 def test_without_any_build_of_torch_set_up_ends(clone):
-    finished = clone.setup(FAIL="torch==2.13.0")
-    assert finished.returncode == 1
+    finished = clone.setup(code=1, FAIL="torch==2.13.0")
     assert "setup: torch 2.13.0 was not installed" in finished.stderr
     assert "No matching distribution found" in finished.stderr, "the end of pip's own log"
     calls = clone.calls()
@@ -194,12 +201,12 @@ def test_what_another_set_up_left_half_way_is_set_up_again(clone):
     """Its steps have changed the environment, so that the stamp of the one before it is no longer true."""
     constraints = clone.folder / "constraints.txt"
     before = constraints.read_text()
-    assert clone.setup().returncode == 0
+    clone.setup()
     constraints.write_text(before + "# another commit\n")
-    assert clone.setup(FAIL="-e .[").returncode == 1
+    clone.setup(code=1, FAIL="-e .[")
     constraints.write_text(before)
     clone.calls()
-    assert clone.setup().returncode == 0
+    clone.setup()
     assert clone.calls()
 
 
@@ -225,9 +232,6 @@ def test_horovod_is_built_once_per_machine(clone):
     assert any(f"{clone.home}/.cache/dsframe/wheels/horovod-0.28.1-" in call for call in second)
 
 
-CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
-
-
 @pytest.mark.parametrize(
     ("gpus", "wsl", "tools", "variables", "torch", "horovod"),
     [
@@ -243,8 +247,7 @@ CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
 def test_what_a_machine_gets(clone, gpus, wsl, tools, variables, torch, horovod):
     clone.machine(gpus, *tools, wsl=wsl)
     finished = clone.setup(HOROVOD_NCCL_HOME="/", **variables)
-    assert finished.returncode == 0, finished
-    assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [torch]
+    assert clone.tried() == [torch]
     assert f"compiling Horovod ({horovod})" in finished.stdout
     assert clone.setup(HOROVOD_NCCL_HOME="/", **variables).stdout == ""
 
@@ -252,53 +255,49 @@ def test_what_a_machine_gets(clone, gpus, wsl, tools, variables, torch, horovod)
 def test_an_environment_with_cuda_stays_one_on_a_login_node(clone):
     """One folder, two kinds of machine: any make target on the login node took CUDA, NCCL and MPI away."""
     clone.machine(4, "nvcc", "mpicxx", "mpirun")
-    assert clone.setup(HOROVOD_NCCL_HOME="/").returncode == 0
+    clone.setup(HOROVOD_NCCL_HOME="/")
     clone.calls()
     clone.machine(0)
     for _ in range(2):
         finished = clone.setup()
-        assert (finished.returncode, finished.stdout, clone.calls()) == (0, "", [])
+        assert (finished.stdout, clone.calls()) == ("", [])
     with (clone.folder / "constraints.txt").open("a") as file:
         file.write("# another commit\n")
     finished = clone.setup()
-    assert finished.returncode == 0, finished
     assert "Horovod stays as it was compiled, with gloo mpi nccl: this machine lacks nvcc or MPI" in finished.stderr
     assert not any("horovod" in call for call in clone.calls())
 
 
 def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone):
     """To pip, 2.13.0+cpu is 2.13.0: it would keep it."""
-    assert clone.setup().returncode == 0
+    clone.setup()
     clone.calls()
     clone.machine(1)
-    finished = clone.setup()
-    assert finished.returncode == 0, finished
+    clone.setup()
     assert "-m pip uninstall -y torch" in clone.calls()
-    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
+    assert clone.pinned() == CUDA
 
 
 def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone):
     """To pip 2.13.0+cpu is newer than 2.13.0, PyPI's build with CUDA, where some index or folder of wheels has both."""
-    finished = clone.setup(DSFRAME_TORCH="cuda", PREFERS="+cpu")
-    assert finished.returncode == 0, finished
-    assert [call.split()[-1] for call in clone.calls() if "torch==" in call] == [CUDA, "torch===2.13.0"]
-    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
+    clone.setup(DSFRAME_TORCH="cuda", PREFERS="+cpu")
+    assert clone.tried() == [CUDA, "torch===2.13.0"]
+    assert clone.pinned() == CUDA
 
 
-def installed(folder, *programs, says='ran $(basename "$0") $*'):
+def installed(folder, *programs):
     """Copies launch/ beside an environment of programs that say how they are called. Without the wrappers: they need dsframe."""
     shutil.copytree(REPOSITORY / "launch", folder / "launch", ignore=shutil.ignore_patterns("bin"))
     environment = folder / ".venv" / "bin"
     environment.mkdir(parents=True)
     (environment / "activate").write_text(f'PATH="{environment}:$PATH"\n')
     for name in programs:
-        (environment / name).write_text(f'#!/bin/sh\necho "{says}"\n')
+        (environment / name).write_text('#!/bin/sh\necho "ran $(basename "$0") $*"\n')
         (environment / name).chmod(0o755)
 
 
 def test_a_horovod_that_does_not_compile_is_left_out(clone):
     finished = clone.setup(FAIL="pip wheel")
-    assert finished.returncode == 0, finished
     assert "horovod-build failed after" in finished.stderr
     assert (
         "Horovod is left out (.setup/horovod-build.log says why; it needs g++, make and python3-dev)" in finished.stderr
@@ -310,11 +309,10 @@ def test_a_horovod_that_does_not_compile_is_left_out(clone):
 def test_a_disk_that_is_too_small_is_seen_before_anything_is_fetched(clone, free, enough):
     (clone.tools / "df").unlink()
     clone.tool("df", f"#!/bin/sh\necho Filesystem 1M-blocks Used Available\necho disk 9 9 {free}\n")
-    finished = clone.setup()
-    assert finished.returncode == int(not enough)
+    finished = clone.setup(code=int(not enough))
     said = f"the environment takes 2000 MiB of disk; {clone.folder} has {free} MiB left"
     assert (said in finished.stderr) == (not enough)
-    assert any("torch==" in call for call in clone.calls()) == enough
+    assert bool(clone.tried()) == enough
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -54,6 +54,10 @@ def saved(views, frozen, optimizer):
     return Snapshot(EngineState(2, None, {}, {}, state_replica.read(views, frozen, optimizer)))
 
 
+def snapshot(*parameters):
+    return Snapshot(EngineState(1, None, {}, {}, list(parameters)))
+
+
 def contents(snapshot):
     return {
         name: [(key, tensor.tolist()) for key, tensor in {"": one.weight, **one.moments}.items()] + [one.scalars]
@@ -160,8 +164,8 @@ def test_a_view_writes_where_it_is_told_and_reads_in_fp32():
     assert view.whole(view.cut(view.master)).dtype == torch.float32
     optimizer = Counting()
     optimizer.param_groups[0]["params"] = [view.master]
-    state = EngineState(1, None, {}, {}, [ParameterState("a", torch.ones(2), {}, {"step": 3.0})])
-    state_replica.write([view], [], optimizer, Snapshot(state))
+    counted = ParameterState("a", torch.ones(2), {}, {"step": 3.0})
+    state_replica.write([view], [], optimizer, snapshot(counted))
     assert optimizer.state[view.master] == {"step": 3}
 
 
@@ -175,7 +179,7 @@ def test_no_range_is_taken_of_state_of_another_shape():
 def test_a_view_of_a_checkpoint_shows_ranges_as_it_shows_parameters():
     """Engines with shards evaluate averages, too, and keep none that the file does not ask for."""
     parameter = ParameterState("a", torch.zeros(3), {ema.KEY: torch.arange(3.0)}, {})
-    checkpoint = Snapshot(EngineState(1, None, {}, {}, [parameter]))
+    checkpoint = snapshot(parameter)
     checkpoint.keeps = lambda key: True
     averages, without = Weights(checkpoint, averages=True), _WithoutAverages(checkpoint)
     assert averages.parameter("a").weight.tolist() == [0.0, 1.0, 2.0]
@@ -199,7 +203,7 @@ def test_a_moment_that_is_none_is_made():
     optimizer = torch.optim.SGD([view.master], momentum=0.9)
     optimizer.state[view.master]["momentum_buffer"] = None
     parameter = ParameterState("a", torch.ones(2), {"momentum_buffer": torch.full((2,), 3.0)}, {})
-    state_replica.write([view], [], optimizer, Snapshot(EngineState(1, None, {}, {}, [parameter])))
+    state_replica.write([view], [], optimizer, snapshot(parameter))
     assert optimizer.state[view.master]["momentum_buffer"].tolist() == [3.0, 3.0]
 
 

@@ -522,17 +522,14 @@ def test_without_a_compiler(monkeypatch):
         ({"activation_checkpointing": ["*.norm_1", "3"]}, "no module of class 3"),
         ({"activation_checkpointing": ["*.attn"]}, r"no module of the model is called \*\.attn.*\*\.expand"),
         ({"channels_last": True}, "affects 2-D convolutions only; this model has none"),
+        ({"activation_checkpointing": True}, "has no repeated block"),
+        ({"compile": "blocks"}, "has no repeated block"),
     ],
 )
 def test_what_the_model_does_not_have_is_said(settings, message):
+    model = Pair() if "repeated" in message else language_model()
     with pytest.raises(ConfigError, match=message):
-        switched(language_model(), **settings)
-
-
-@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"compile": "blocks"}])
-def test_a_model_without_repeated_blocks(settings):
-    with pytest.raises(ConfigError, match=r"has no repeated block"):
-        switched(Pair(), **settings)
+        switched(model, **settings)
 
 
 def test_fsdp_gathers_the_blocks_that_others_recompute():

@@ -167,24 +167,28 @@ def test_what_is_no_slurm_node_list_is_refused(nodes):
         world.slurm_hosts(nodes)
 
 
-def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch):
+@pytest.mark.parametrize(
+    ("local_size", "launcher", "variables", "written", "threads"),
+    [
+        (4, "torchrun", {}, None, 2),  # of the host, whose other ranks are elsewhere
+        (64, "torchrun", {"OMP_NUM_THREADS": "2"}, None, 2),
+        (64, "torchrun", {"OMP_NUM_THREADS": "2"}, 3, 3),
+        (1, "torchrun", {"OMP_NUM_THREADS": "3,2"}, None, 3),  # OpenMP's form for nested regions
+        # srun --cpus-per-task=8 has shared the cores out before, unless it binds nobody and all are still there.
+        (4, "srun", {"SLURM_CPUS_PER_TASK": "8"}, None, 8),
+        (4, "srun", {"SLURM_CPUS_PER_TASK": "2"}, None, 2),
+        (4, "torchrun", {"SLURM_CPUS_PER_TASK": "8"}, None, 2),  # of a task that is a whole host
+    ],
+)
+def test_threads_are_shared_among_the_ranks_of_a_host(local_size, launcher, variables, written, threads, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "")  # restored afterwards, whatever the call sets
-    assert settle_threads(World(0, 4, 0, 4), None) == 2
-    assert settle_threads(World(0, 64, 0, 64), None) == 2  # what is set by now holds
-    assert settle_threads(World(0, 64, 0, 64), 3) == 3
-    # srun --cpus-per-task=8 has shared the cores out before, unless it binds nobody and all are still there.
-    for wanted, threads in (("8", 8), ("2", 2)):
-        monkeypatch.setenv("SLURM_CPUS_PER_TASK", wanted)
-        monkeypatch.setenv("OMP_NUM_THREADS", "")
-        assert settle_threads(World(0, 4, 0, 4, launcher="srun"), None) == threads
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    assert settle_threads(World(0, 4, 0, 4, launcher="torchrun"), None) == 2, "of a task that is a whole host"
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    assert settle_threads(World(0, 16, 0, 4), None) == 2, "among those of the host, not of all hosts"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
-    assert settle_threads(World(), None) == 3, "OpenMP's form for nested regions"
+    for name, value in {"OMP_NUM_THREADS": "", **variables}.items():
+        monkeypatch.setenv(name, value)  # restored afterwards, whatever the call sets
+    assert settle_threads(World(0, 64, 0, local_size, launcher=launcher), written) == threads
+    assert settle_threads(World(0, 64, 0, 64), None) == threads, "what is set by now holds"
+
+
+def test_a_number_of_threads_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(WorldError, match="OMP_NUM_THREADS='many'"):
         settle_threads(World(), None)
