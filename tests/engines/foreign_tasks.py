@@ -1072,7 +1072,6 @@ class Later(Rows):
         return net
 
 
-
 class WrittenLater(Rows):
     """Its forward pass writes to a weight in the third step, which is not one of those that are looked at closely."""
 
