@@ -46,8 +46,9 @@ class WeightWatch(CallWatch):
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
-        self._versions: dict[tuple[str, int], int] = {}
-        self._gathered: Mapping[str, Tensor] = {}
+        self._versions: list[int] = []
+        self._counted: list[tuple[str, Tensor]] = []
+        """Those that versions are counted of: the weights, and what a library puts in their place."""
         self._unconfirmed: set[str] = set()
         """Weights that this rank has seen written since ranks last compared what each has written."""
         self._watching = False
@@ -73,7 +74,7 @@ class WeightWatch(CallWatch):
             self._after = {}
             self._unconfirmed.clear()
         self._last = {}
-        self._versions = self._current_versions()
+        self._count_versions()
         if self._watching:
             self._refuse_converted("between two steps")
             self._before = self._marks()
@@ -145,21 +146,20 @@ class WeightWatch(CallWatch):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Counts writes in a backward pass: torch may call its hooks in any thread, and some libraries hide writes."""
-        self._versions = self._current_versions()
+        self._count_versions()
         yield
         if self._engine.averages_gradients:  # else the engine itself may update weights there
             self._note_writes(self._written_since(), "in the backward pass")
 
-    def _current_versions(self) -> dict[tuple[str, int], int]:
-        if self._watching and self._others:
-            self._gathered = self._others(self._model)
-        weights = (*self._parameters.items(), *self._gathered.items())
-        return {(name, id(weight)): weight._version for name, weight in weights}
+    def _count_versions(self) -> None:
+        if self._watching:
+            self._counted = [*self._parameters.items(), *(self._others(self._model).items() if self._others else ())]
+        self._versions = [weight._version for _, weight in self._counted]
 
     def _written_since(self) -> list[str]:
         """Returns the weights that were written since the last count."""
-        now = self._current_versions()
-        return [key[0] for key, version in self._versions.items() if now.get(key, version) != version]
+        counts = zip(self._counted, self._versions, strict=True)
+        return [name for (name, weight), before in counts if weight._version != before]
 
     def computed(self, loss: Tensor) -> None:
         """Called after each micro-batch's loss. Raises TaskError if it depends on parameters outside the model."""

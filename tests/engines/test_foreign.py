@@ -99,8 +99,9 @@ CASES = {
     "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook"), ()),
     "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}, ("ddp",)),
     "backward writes": (
-        "Later", {"what": "backward"}, dict.fromkeys(("fsdp", "zero2", "zero3"), "in the backward pass"), ("ddp",),
+        "Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass"), ("ddp",),
     ),
+    "backward writes to a shard": ("Later", {"what": "backward"}, {"fsdp": "in the backward pass"}, ()),
     "forward writes later": ("WrittenLater", {}, dict.fromkeys(("fsdp", "zero2", "zero3"), "in the forward pass or the l"), ()),
     "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook"), ()),
     "a hook clips one of two models": ("ClippedOne", {}, {"zero2": "overwrites", "fsdp": READ}, ()),

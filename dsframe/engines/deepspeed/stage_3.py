@@ -104,10 +104,10 @@ def prepare_leaf_modules(model: nn.Module, section: Mapping[str, Any]) -> None:
         known = ", ".join(f"{name} ({count})" for name, count in classes.most_common())
         raise EngineError(f"zero_optimization.leaf_module: this model has no module that it names; it has {known}")
     for module in filter(z3_leaf_module, model.modules()):
-        module.register_forward_pre_hook(_differentiable, with_kwargs=True)
+        module.register_forward_pre_hook(differentiable, with_kwargs=True)
 
 
-def _differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Makes inputs of a block that runs as one unit require gradients. If none does, DeepSpeed's hook after the
     backward pass runs before it and releases the weights too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
     tensors = tensors_of((args, kwargs))
