@@ -121,6 +121,7 @@ class FsdpEngine(ReplicaEngine):
         for module in {*units, model}:
             module.register_forward_hook(_without_views)
         take = output_classes.show([*units, model])
+        keep = fsdp_units.keep_arguments([] if self.plan.config.settings.model.compile else units)
         for unit in units:
             policy = policies[unit in in_fp32]
             fully_shard(unit, **options, mp_policy=policy, reshard_after_forward=self._settings.reshard_after_forward)
@@ -134,6 +135,7 @@ class FsdpEngine(ReplicaEngine):
         if model not in units:
             fully_shard(model, **options, mp_policy=policies[0])
         take()
+        keep()
         for name, parameter in model.named_parameters():
             setattr(parameter, _COMPUTED_IN, self.built.dtype if name in kept else bits or self.built.dtype)
         # Otherwise ranks that use different parameters wait forever.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from torch import nn
 
@@ -28,6 +30,49 @@ def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
     names = wanted or ([block] if block else _listed(model))
     alone = _owning(model)
     return [module for module in reversed(inner) if type(module).__name__ in names and alone(module)]
+
+
+def keep_arguments(units: Iterable[nn.Module]) -> Callable[[], None]:
+    """Gives ``units`` the lists, dicts and dataclasses that they are called with, to which they may add losses. FSDP's
+    hooks, which are added before the returned function is called, give copies (torch 2.13, ``replace_grad_tensors``)."""
+    kept = [(unit, _Arguments()) for unit in units]
+    for unit, arguments in kept:
+        unit.register_forward_pre_hook(arguments.put_back, prepend=True, with_kwargs=True)
+
+    def close() -> None:
+        for unit, arguments in kept:
+            unit.register_forward_pre_hook(arguments.keep, prepend=True, with_kwargs=True)
+
+    return close
+
+
+class _Arguments:
+    _given: Any = None
+
+    def keep(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._given = args, kwargs
+
+    def put_back(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        given, self._given = self._given, None
+        return _filled(given, (args, kwargs))
+
+
+def _filled(given: Any, copy: Any) -> Any:
+    """Returns ``copy`` with the containers of ``given``, which get its contents."""
+    if given is copy or type(given) is not type(copy):
+        return copy
+    if isinstance(given, list):
+        given[:] = map(_filled, given, copy)
+    elif isinstance(given, dict):
+        given.update({key: _filled(given[key], value) for key, value in copy.items()})
+    elif is_dataclass(given) and not isinstance(given, type):
+        for each in fields(given):
+            object.__setattr__(given, each.name, _filled(getattr(given, each.name), getattr(copy, each.name)))
+    elif type(given) is tuple:
+        return tuple(map(_filled, given, copy))
+    else:
+        return copy
+    return given
 
 
 def _has_forward(module: nn.Module) -> bool:

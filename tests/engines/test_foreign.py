@@ -52,6 +52,8 @@ CASES = {
         f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units",))
         for what in ("dict", "keywords", "twice", "one call too many", "first")
     },
+    "a list that layers add to": ("Filled", {}, {}, ("zero3",)),
+    "a list that units add to": ("Filled", {}, {}, ("fsdp",)),
     "a unit: adds": ("Units", {"what": "adds"}, {"zero3 units": "by another way than its outputs"}, ()),
     "a unit: method": ("Units", {"what": "method"}, {"zero3 units": "while it did not run itself", "fsdp units": READ}, ()),
     "frozen for one call": ("Toggling", {}, {}, ("ddp", "fsdp")),

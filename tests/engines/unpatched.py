@@ -242,6 +242,23 @@ def leaf():
     assert engine.module[1][0].weight.grad is not None, NOT_NEEDED  # else it is reduced
 
 
+def lists():
+    """test_foreign.py trains with what modules add to one (Filled)."""
+    import torch
+
+    class Adds(torch.nn.Linear):
+        def forward(self, inputs, outputs):
+            outputs.append(super().forward(inputs))
+
+    class Model(torch.nn.Sequential):
+        def forward(self, inputs):
+            self[0](inputs, outputs := [])
+            return outputs
+
+    engine = started(Model(Adds(4, 4)), {"stage": 3})
+    assert not engine(torch.ones(1, 4)), NOT_NEEDED
+
+
 def hidden_step():
     """test_groups.py compares the moments of "zero0 bf16"."""
     engine = started(linear_model(), {"stage": 0}, "Adam", bf16={"enabled": True})
@@ -522,7 +539,7 @@ EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     debug_symbols, scalars,
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, leaf, hidden_step, gathers, evaluation,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, leaf, lists, hidden_step, gathers, evaluation,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
     recorded_routers, expert_norm, prologue, models, groups,

@@ -106,6 +106,7 @@ class ZeroEngine(ModelEngine):
                 patches.orthogonalize_in_fp32()
             module, self._model = self._build()
             if self._stage == 3:
+                patches.fill_lists()
                 refuse_empty(self._model)
                 refuse_compiled(self._model)
             self._elements = elements(module.parameters())

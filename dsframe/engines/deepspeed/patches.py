@@ -85,6 +85,24 @@ def leave_out_shm_comm() -> None:
     _upstream("shm_comm", "comm.torch").build_shm_op = lambda: None
 
 
+def fill_lists() -> None:
+    """Patch "lists": stage 3 gives a module the list that it is called with, which the module may add to."""
+    hooks = _upstream("lists", "runtime.zero.parameter_offload")
+    replace = _upstream("lists", "runtime.zero.utils", "apply_to_tensors_only")
+    _upstream("lists", "runtime.zero.parameter_offload", "apply_to_tensors_only")
+
+    def in_place(function: Callable[..., Any], value: Any, warning_msg_fn: Any = None) -> Any:
+        if isinstance(value, list):
+            value[:] = [in_place(function, one) for one in value]
+            return value
+        return replace(function, value, warning_msg_fn)
+
+    if not getattr(replace, "fills_lists", False):
+        in_place.fills_lists = True  # type: ignore[attr-defined]
+        for module in (hooks, _upstream("lists", "runtime.zero.utils")):  # it calls itself by its name
+            module.apply_to_tensors_only = in_place
+
+
 @contextlib.contextmanager
 def scalars_sent() -> Iterator[None]:
     """Patch "scalars": inside, while an engine starts, scalars are sent with a dimension."""
