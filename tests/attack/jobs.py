@@ -196,9 +196,10 @@ def reader(folder, chance):
     def strike(running):
         _in_training(running, chance)
         rank = running.ranks().get(0) or psutil.Process(running.process.pid)
-        readers = [one for one in rank.children(recursive=True) if "resource_tracker" not in " ".join(one.cmdline())]
-        if readers:
-            chance.choice(readers).send_signal(number)
+        living = [one for one in rank.children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too: it has just ended
+            if readers := [one for one in living if "resource_tracker" not in " ".join(one.cmdline())]:
+                chance.choice(readers).send_signal(number)
 
     task = {"name": "tests.faults.slow_task:ReadingTask"}
     finished = train(folder, during=strike, env={"STEP_SECONDS": "0.1"}, task=task)

@@ -91,9 +91,9 @@ def refused(finished, code):
 FIRST_DIFFERENCE = {
     "shape": "parameter 1.heads.head2.weight [1, 4] float32 on rank 0; parameter 1.heads.head2.weight [2, 4] float32 on rank 1. ",
     "frozen": "1.heads.head2.weight [1, 4] float32 on rank 0; parameter 1.heads.head2.weight [1, 4] float32 frozen on rank 1",
-    "more": "nothing more on rank 0; parameter 2.weight [1, 1] float32 on rank 1. ",
+    "more": "on rank 0; parameter 2.weight [1, 1] float32 on rank 1. ",
     "tie": "parameter 1.heads.head1.weight, which is 1.heads.head0.weight on rank 0; parameter 1.heads.head1.weight [1, 4] ",
-    "buffer": "nothing more on rank 0; buffer scale [3] float32 on rank 1. ",
+    "buffer": "on rank 0; buffer scale [3] float32 on rank 1. ",
 }
 
 

@@ -285,14 +285,14 @@ def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone):
     assert clone.pinned() == CUDA
 
 
-def installed(folder, *programs):
+def installed(folder, *programs, says='ran $(basename "$0") $*'):
     """Copies launch/ beside an environment of programs that say how they are called. Without the wrappers: they need dsframe."""
     shutil.copytree(REPOSITORY / "launch", folder / "launch", ignore=shutil.ignore_patterns("bin"))
     environment = folder / ".venv" / "bin"
     environment.mkdir(parents=True)
     (environment / "activate").write_text(f'PATH="{environment}:$PATH"\n')
     for name in programs:
-        (environment / name).write_text('#!/bin/sh\necho "ran $(basename "$0") $*"\n')
+        (environment / name).write_text(f'#!/bin/sh\necho "{says}"\n')
         (environment / name).chmod(0o755)
 
 
