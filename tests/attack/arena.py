@@ -122,7 +122,9 @@ def whole(folder, ranks=1, *, run="run", **settings):
 def told(finished, *codes):
     """It ended with one of ``codes`` (any but 0, where there are none), and said so without a traceback."""
     held(finished.returncode in codes if codes else finished.returncode, f"exit code {finished.returncode}", finished)
-    traceback = re.search(r"^(\[rank \d+\] )?Traceback .*(?:\n(?!\[rank).*){0,60}", finished.output, re.MULTILINE)
+    # torch's reader, where Python takes it away while its processes end.
+    output = re.sub(r"^Exception ignored in: .*\nTraceback ", "", finished.output, flags=re.MULTILINE)
+    traceback = re.search(r"^(\[rank \d+\] )?Traceback .*(?:\n(?!\[rank).*){0,60}", output, re.MULTILINE)
     held(not traceback or "torch.distributed.elastic" in traceback[0], "a traceback instead of a line", finished)
 
 
