@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from operator import is_
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -84,6 +85,21 @@ def attributes_of(value: Any) -> dict[str, Any]:
     with_slots = [vars(cls) for cls in type(value).__mro__ if "__slots__" in vars(cls)]
     slots = [name for of in with_slots for name, slot in of.items() if isinstance(slot, MemberDescriptorType)]
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def filled(given: Any, copy: Any) -> Any:
+    """Returns ``copy``, which was made of the arguments ``given``, with the lists, dicts and dataclasses of ``given``, which get
+    its contents: a module may add values to them for its caller."""
+    if given is copy or type(given) is not type(copy):
+        return copy
+    if type(given) is tuple:
+        return tuple(map(filled, given, copy))
+    if isinstance(given, (list, dict)):
+        for key in given if isinstance(given, dict) else range(len(given)):
+            given[key] = filled(given[key], copy[key])
+    for name, value in attributes_of(copy).items() if is_dataclass(given) else ():
+        object.__setattr__(given, name, filled(getattr(given, name), value))
+    return given if isinstance(given, (list, dict)) or is_dataclass(given) else copy
 
 
 def same(before: Any, after: Any) -> bool:

@@ -37,9 +37,7 @@ def preflight(engine: Engine, folder: Path) -> None:
             "persistent=False, or use another dtype"
         )
     # A new name, so that no node can have cached it as missing.
-    trial_name = (
-        f"{folder.name if folder.is_symlink() else '.'}/.{os.urandom(8).hex()}.partial" if world.is_main else ""
-    )
+    trial_name = f"{folder.name if folder.is_symlink() else '.'}/.{os.urandom(8).hex()}.partial"
     trial = folder.parent / all_gather_text(engine, trial_name)[0]
     failure = catch_io_error(lambda: _begin(trial)) if world.is_main else ""
     failures = all_gather_text(engine, failure)

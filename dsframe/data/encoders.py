@@ -235,10 +235,11 @@ class ConversationEncoder(_Noted):
             )
         except Exception as error:  # a template is a program and may raise anything
             raise _failure(error, row) from None
-        if re.findall(f"[{''.join(_MARKS)}]", rendered[0][0]) != [*_MARKS] * rendered[0][0].count(_MARKS[0]):
+        parts = re.split(f"([{''.join(_MARKS)}])", rendered[0][0])
+        if parts[1::2] != [*_MARKS] * (len(parts) // 4):
             raise DataError(_CHANGED.format(row.place))
         text, spans = "", []
-        for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", rendered[0][0])):
+        for number, part in enumerate(parts[::2]):
             if number % 2:  # between two marks
                 spans.append((len(text), len(text) + len(part)))
             text += part

@@ -86,13 +86,14 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     ``processes``: their number if known; some engines refuse some numbers.
     """
     entry = TABLE[name]
+    reasons = {**_LATER, **entry.otherwise}
     used = [feature for feature in config.features if feature.name not in entry.supports]
     replicated = [feature.path for feature in used if feature.name in entry.replicates]
     ignored = [feature.path for feature in used if feature.name in entry.ignores]
     refused = [
         config.error(
             tuple(feature.path.split(".")),
-            f"{feature.description} {_reason(name, feature.name)}",
+            f"{feature.description} {reasons.get(feature.name, f'is not supported by engine {name}')}",
             'choose another "engine", or take it out'
             if any(feature.name in each.supports | each.replicates | each.ignores for each in TABLE.values())
             else "remove it",
@@ -148,10 +149,6 @@ def _size(config: Config, name: str, processes: int | None) -> list[Problem]:
     remedy = 'start one, or choose "ddp", "horovod" or "deepspeed"' if size == "one" else f"start {stages}"
     text = f'engine "{name}" {what}, not {processes}'
     return [config.error(("dsframe", "engine"), text, remedy, code="world")]
-
-
-def _reason(name: str, feature: str) -> str:
-    return TABLE[name].otherwise.get(feature) or _LATER.get(feature) or f"is not supported by engine {name}"
 
 
 def _remedy(name: str) -> str:

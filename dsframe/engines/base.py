@@ -34,14 +34,10 @@ _JVP = (
     "have: use torch.autograd.grad with create_graph=True"
 )
 JVP = {"You must implement the jvp function": _JVP, "the jvp is not returning a view": _JVP}
-_INFERENCE = (
+INFERENCE = (
     "the backward pass needs a tensor that torch.inference_mode() made, such as a weight that {} gathers there: write "
     "torch.no_grad() in its place"
 )
-INFERENCE = {
-    "Inference tensors cannot be saved": _INFERENCE,  # stage 3
-    "Inplace update to inference tensor": _INFERENCE,  # FSDP
-}
 TWICE = (
     "a backward pass inside of the backward pass (torch.autograd.backward in an autograd.Function, or use_reentrant=True) reaches "
     "a weight several times, and {} reduces a gradient once: return gradients (torch.autograd.grad)"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
 from dsframe.errors import EngineError
 from dsframe.model import switches
+from dsframe.values import filled
 
 
 def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
@@ -54,25 +54,7 @@ class _Arguments:
 
     def put_back(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         given, self._given = self._given, None
-        return _filled(given, (args, kwargs))
-
-
-def _filled(given: Any, copy: Any) -> Any:
-    """Returns ``copy`` with the containers of ``given``, which get its contents."""
-    if given is copy or type(given) is not type(copy):
-        return copy
-    if isinstance(given, list):
-        given[:] = map(_filled, given, copy)
-    elif isinstance(given, dict):
-        given.update({key: _filled(given[key], value) for key, value in copy.items()})
-    elif is_dataclass(given) and not isinstance(given, type):
-        for each in fields(given):
-            object.__setattr__(given, each.name, _filled(getattr(given, each.name), getattr(copy, each.name)))
-    elif type(given) is tuple:
-        return tuple(map(_filled, given, copy))
-    else:
-        return copy
-    return given
+        return filled(given, (args, kwargs))
 
 
 def _has_forward(module: nn.Module) -> bool:

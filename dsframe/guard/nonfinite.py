@@ -50,7 +50,8 @@ def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, st
         bad_since = None  # the loss follows from the gradients
     # If no loss was bad, samples of any rank may have caused bad gradients.
     at = bad_since or gradients or step
-    report = {"since": bad_since, "samples": _samples(loader, at), "broken": _nonfinite_samples(loader, at)}
+    samples = [index for _, rows in _parts(loader, at) for index in rows.tolist()]
+    report = {"since": bad_since, "samples": samples, "broken": _nonfinite_samples(loader, at)}
     ranks = all_gather_json(engine, report)
     since = min((reported["since"] for reported in ranks if reported["since"]), default=None)
     lines = [f"the gradients are not finite at step {gradients or step}, though the loss is" if since is None else ""]
@@ -64,10 +65,6 @@ def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, st
     began = "no update was made before, so look at the weights that the training begins with, the data and the loss"
     later = "lower the learning rate, warm up longer, clip harder or repair the data"
     return "; ".join(filter(None, [*lines, _parameters(engine), began if since == 1 else later]))
-
-
-def _samples(loader: Loader, step: int) -> list[int]:
-    return [index for _, rows in _parts(loader, step) for index in rows.tolist()]
 
 
 def _nonfinite_samples(loader: Loader, step: int) -> list[int]:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from dsframe.config.read.suggest import similar_pattern
 from dsframe.errors import ConfigError, EngineError, TaskError
+from dsframe.values import filled
 
 if TYPE_CHECKING:
     from dsframe.config.value import Config
@@ -60,7 +61,7 @@ def keep_in_fp32(config: Config, model: nn.Module) -> None:
                 )
                 raise ConfigError([config.error(where, message, f'write "{name}.*"', code="model")])
     for module in kept_modules(model):
-        module.register_forward_pre_hook(lambda _, args, kwargs: _cast((args, kwargs), torch.float32), with_kwargs=True)
+        module.register_forward_pre_hook(lambda _, *given: filled(given, _cast(given, torch.float32)), with_kwargs=True)
         module.register_forward_hook(lambda _, args, outputs: _cast(outputs, dtype))
 
 

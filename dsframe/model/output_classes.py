@@ -72,7 +72,8 @@ class _Shown:
         tensors = tensors_of([part for part in held if isinstance(part, _TRANSPARENT)])
         left = [tensor for tensor in tensors if tensor.grad_fn is not None]
         self._places = places if places or left or not isinstance(value, _TRANSPARENT) else None
-        return None if self._places is None else (value, [_part(node, name) for node, name in places], left)
+        parts = (node[name] if isinstance(node, deque) else getattr(node, name) for node, name in places)
+        return None if self._places is None else (value, list(parts), left)
 
     def take(self, _: nn.Module, *values: Any) -> Any:
         if self._places is None:
@@ -144,10 +145,6 @@ def _users_parts(module: nn.Module, others: set[nn.Module]) -> Iterator[nn.Modul
 
 
 _OF_MODULES = vars(nn.Module()).keys()
-
-
-def _part(node: Any, name: Any) -> Any:
-    return node[name] if isinstance(node, deque) else getattr(node, name)
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:

@@ -236,10 +236,7 @@ def put_scalars(
     for key, value in scalars.items():
         if isinstance(value, list):
             held[key] = torch.tensor(value[0], device=step_device)
-            continue
-        held[key] = torch.tensor(value, dtype=torch.float32, device=step_device) if torchs_own else _plain(value)
-
-
-def _plain(value: float) -> int | float:
-    whole = float(value).is_integer() and not isinstance(value, bool)
-    return int(value) if whole else value  # DeepSpeed's Adam counts its steps in integers
+        elif torchs_own:
+            held[key] = torch.tensor(value, dtype=torch.float32, device=step_device)
+        else:  # DeepSpeed's Adam counts its steps in integers
+            held[key] = int(value) if float(value).is_integer() and not isinstance(value, bool) else value

@@ -277,8 +277,9 @@ class WeightWatch(CallWatch):
         self._refuse_frozen([parameter.requires_grad for parameter in self._parameters.values()], when)
 
     def _refuse_frozen(self, trained: Sequence[bool], when: str) -> None:
-        names = [name for name, was, now in zip(self._parameters, self._trained, trained, strict=True) if was != now]
-        if names:
+        if names := [
+            name for name, was, now in zip(self._parameters, self._trained, trained, strict=True) if was != now
+        ]:
             self._refuse_changes(names, f"frozen or unfrozen {when}")
 
     def _refuse_added(self, when: str) -> None:

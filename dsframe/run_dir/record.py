@@ -66,10 +66,7 @@ MakeLoggers = Callable[["Config", Json, Path, int, int], Loggers]
 
 
 def provenance() -> Json:
-    """Returns the origin of a run's metrics as JSON values.
-
-    Includes the versions of all installed packages, used or not.
-    """
+    """Returns the origin of a run's metrics as JSON values, with the versions of all installed packages, used or not."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": redact([*_program(), *sys.argv[1:]]),

@@ -227,15 +227,15 @@ class _Unit(nn.Module):
 class _OfUnits(nn.Sequential):
     def forward(self, rows):
         first, unit, head = self
-        rows, what, into = rows if unit.what == "first" else first(rows), unit.what, {}
+        rows, what, into = rows if "first" in unit.what else first(rows), unit.what, {}
         if what == "one call too many":
             unit(2 * rows)
         if what == "twice":
             rows = unit(rows)
         if what == "method":
             return head(unit.encode(rows))
-        hidden = unit(rows=rows) if what == "keywords" else unit(rows, into if what == "adds" else None)
-        return head(hidden["hidden"][0] if what == "dict" else into.get("hidden", hidden))
+        hidden = unit(rows=rows) if what == "keywords" else unit(rows, into if "adds" in what else None)
+        return head(hidden["hidden"][0] if what == "dict" else into["hidden"] if "adds" in what else hidden)
 
 
 class Units(Rows):

@@ -54,7 +54,10 @@ CASES = {
     },
     "a list that layers add to": ("Filled", {}, {}, ("zero3",)),
     "a list that units add to": ("Filled", {}, {}, ("fsdp",)),
-    "a unit: adds": ("Units", {"what": "adds"}, {"zero3 units": "by another way than its outputs"}, ()),
+    **{
+        f"a unit: {what}": ("Units", {"what": what}, {"zero3 units": "a tensor that is not in its outputs"}, ("fsdp units",))
+        for what in ("adds", "first, adds")
+    },
     "a unit: method": ("Units", {"what": "method"}, {"zero3 units": "while it did not run itself", "fsdp units": READ}, ()),
     "frozen for one call": ("Toggling", {}, {}, ("ddp", "fsdp")),
     "a state in an attribute": ("Remembers", {}, dict.fromkeys(("ddp", "horovod", "fsdp", "zero3"), "depends on them"), ()),

@@ -134,6 +134,19 @@ def test_a_kept_part_computes_in_fp32_and_gives_the_others_16_bits():
     assert formats.is_kept(tables[0].weight)
 
 
+class Adding(nn.Linear):
+    def forward(self, rows, losses):
+        losses.append(super().forward(rows).mean())
+        return losses[0]
+
+
+def test_a_kept_part_may_add_to_a_list_that_it_is_given():
+    model, losses = nn.ModuleList([Adding(2, 2), nn.Linear(2, 2)]), [torch.ones((), dtype=torch.bfloat16)]
+    formats.keep_in_fp32(keeping("0.*"), model)
+    model[0](torch.ones(1, 2, dtype=torch.bfloat16), losses)
+    assert [loss.dtype for loss in losses] == [torch.float32] * 2
+
+
 class Normed(dsframe.Task):
     """Layers with running statistics, which stay float32."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsframe.values import copied, same
+from dsframe.values import copied, filled, same
 
 
 class Held:
@@ -129,3 +129,12 @@ def test_classes_of_containers_stay_what_they_are():
     twin[7] = 1.0
     assert not same(long, twin)
     assert same(long, copied(long))
+
+
+def test_containers_get_the_contents_of_their_copies():
+    inner, named = [3], {}
+    given, copy = ([1], named), ([10], {})
+    named["a"], copy[1]["a"] = (2, inner), (20, [30])
+    found = filled(given, copy)
+    assert found == copy
+    assert (found[0] is given[0], found[1] is named, found[1]["a"][1] is inner) == (True,) * 3

@@ -63,10 +63,9 @@ class ZeroEngine(ModelEngine):
         **JVP,
         "cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object": COPIED,
         "__reduce_and_partition_ipg_grads": TWICE,  # stage 3's assertion has no message
-        **INFERENCE,
+        "Inference tensors cannot be saved": INFERENCE,
         "The size of tensor a (0) must match": "a block that {} gathers as one unit (activation_checkpointing, compile or "
-        "leaf_module) gives the loss a tensor by another way than its outputs, so that its weights are not gathered for it: return "
-        "it",
+        "leaf_module) gives the loss a tensor that is not in its outputs, and its weights are not gathered for that: return it",
         "view(): cannot view shape": "a linear layer gets a nested tensor, and {} has no gradient for that: pad the rows",
         "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
         "the forward pass: read it in the loss, inside of dsframe.gathered(module)",

@@ -17,7 +17,7 @@ import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -30,7 +30,7 @@ from dsframe.engines import precision
 from dsframe.errors import EngineError
 from dsframe.model import recomputation
 from dsframe.text import Json, table_of
-from dsframe.values import tensors_of
+from dsframe.values import filled, tensors_of
 
 PATCHES: dict[str, Json] = table_of(__file__)
 """Name -> ``reason``: what goes wrong without it; ``upstream``: files and functions in DeepSpeed's package; ``later``:
@@ -386,7 +386,8 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
                 reduce(module, None, None)
 
         after = dict(zip(tensors, _AfterBackward.apply(ended, *tensors), strict=True))  # type: ignore[no-untyped-call]
-        return _replaced(args, after), _replaced(kwargs, after)
+        given = args, kwargs
+        return filled(given, tree_map_only(Tensor, lambda leaf: after.get(leaf, leaf), given))
 
     def close() -> None:
         for module, held in weights.items():
@@ -408,19 +409,6 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
         module.register_forward_pre_hook(functools.partial(call, reduce), with_kwargs=True)
     optimizer.clear_backward_seen_flag, optimizer.independent_gradient_partition_epilogue = begin, close
     return end
-
-
-def _replaced(value: Any, tensors: Mapping[Tensor, Tensor]) -> Any:
-    """Replaces tensors in ``value``: in a list or dict in place, because a module may add to one that it is given."""
-    if type(value) is list:
-        value[:] = [_replaced(one, tensors) for one in value]
-        return value
-    if type(value) is dict:
-        value.update({key: _replaced(one, tensors) for key, one in value.items()})
-        return value
-    if type(value) is tuple:
-        return tuple(_replaced(one, tensors) for one in value)
-    return tree_map_only(Tensor, lambda leaf: tensors.get(leaf, leaf), value)
 
 
 class _AfterBackward(torch.autograd.Function):

@@ -18,7 +18,7 @@ from dsframe.engines.deepspeed.imports import (
 )
 from dsframe.errors import EngineError
 from dsframe.model.gathered import LIBRARIES, Shards
-from dsframe.values import tensors_of
+from dsframe.values import filled, tensors_of
 
 
 class ZeroShards(Shards):
@@ -113,6 +113,8 @@ def differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
     tensors = tensors_of((args, kwargs))
     if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors):
         return None
-    return tree_map_only(
-        torch.Tensor, lambda leaf: leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf, (args, kwargs)
+    given = args, kwargs
+    ready = tree_map_only(
+        Tensor, lambda leaf: leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf, given
     )
+    return filled(given, ready)
