@@ -311,7 +311,8 @@ def test_no_learning_rate_is_blamed_for_a_loss_before_the_first_update(broken, t
 
 
 def test_of_several_ranks_the_first_is_blamed(monkeypatch):
-    for name in ("_samples", "_nonfinite_samples", "_parameters"):
+    monkeypatch.setattr(nonfinite, "_parts", lambda rank, step: [(0, torch.tensor([rank, step]))])
+    for name in ("_nonfinite_samples", "_parameters"):
         monkeypatch.setattr(nonfinite, name, lambda loader, *step: [loader, *step] if step else "")
 
     def told(ranks):
