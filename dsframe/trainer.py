@@ -223,12 +223,8 @@ class Trainer:
             first_step_seconds=first_done - began,
             loss=training.loss,
             metrics=training.metrics,
-            peak_memory_bytes=self._peak_memory(),
+            peak_memory_bytes=tuple(all_gather_json(self.engine, peak_memory_bytes(plan.device))),
             skipped_steps=training.skipped_steps,
             stopped=plan.stop.reached if plan.stop else "",
             directory=str(plan.directory),
         )
-
-    def _peak_memory(self) -> tuple[int, ...]:
-        """**Collective.** Returns the peak of each rank, in bytes."""
-        return tuple(all_gather_json(self.engine, peak_memory_bytes(self.engine.plan.device)))

@@ -9,8 +9,9 @@ accumulate gradients.
 from __future__ import annotations
 
 import builtins
-import copy
+import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
@@ -30,12 +31,14 @@ _PLAIN = (int, float, complex, str, NoneType, Tensor, torch.dtype, torch.device)
 
 
 def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returned: Any) -> bool:
-    """Returns True if twice the ``gradients`` give twice ``returned``, or if ``function`` cannot be called again."""
+    """Returns True if twice the tensors of ``gradients`` give twice ``returned``, or if ``function`` cannot be called again."""
     devices = {leaf.device for leaf in tensors_of(gradients) if leaf.is_cuda}
     try:
         with torch.random.fork_rng(devices):
             if isinstance(function, MethodType):  # it may count in its object
-                function = MethodType(function.__func__, copy.copy(function.__self__))
+                twin = object.__new__(type(function.__self__))  # copy.copy of an FSDP module would call __init__
+                vars(twin).update(vars(function.__self__))
+                function = MethodType(function.__func__, twin)
             again = function(*tree_map_only(Tensor, lambda gradient: 2 * gradient, gradients))
         return all(
             torch.allclose(second, 2 * first, rtol=1e-3, atol=0.0)
@@ -46,47 +49,47 @@ def _is_linear(function: Callable[..., Any], gradients: tuple[Any, ...], returne
         return True
 
 
-def examining(hook: Callable[[Tensor], Any], place: str, say: Say) -> Callable[[Tensor], Any]:
-    """Returns ``hook``, a hook on an output's gradient registered at ``place``, wrapped to test it."""
+def examining(
+    hook: Callable[..., Any], text: str, say: Say | None, mode: AbstractContextManager[Any]
+) -> Callable[..., Any]:
+    """Returns ``hook`` of a tensor or module, wrapped: it is called in ``mode``, which torch turns off in backward passes,
+    and its first result is tested: ``say(text)`` if it is not linear."""
+    tested = False
 
-    def examined(gradient: Tensor) -> Any:
-        returned = hook(gradient)
-        if returned is not None and not _is_linear(hook, (gradient,), returned):
-            say(f"{place} changes the gradient of an output")
+    def examined(*args: Any) -> Any:
+        nonlocal tested
+        with mode:
+            returned = hook(*args)
+        if say and not tested and returned is not None:
+            tested = True
+            if not _is_linear(hook, args, returned):
+                say(text)
         return returned
 
     return examined
 
 
-def examine_hooks(model: nn.Module, say: Say) -> None:
-    """Tests each backward hook of the modules of ``model`` at its first call."""
+def examine_hooks(model: nn.Module, say: Say, mode: AbstractContextManager[Any]) -> None:
+    """Wraps each backward hook of the modules of ``model``."""
     for name, module in model.named_modules():
         for hooks in (module._backward_hooks, module._backward_pre_hooks):
             for key, hook in hooks.items():
-                hooks[key] = _examined_once(hook, name or type(module).__name__, say)
+                text = f"a backward hook of {name or type(module).__name__} changes gradients"
+                hooks[key] = examining(hook, text, say, mode)
 
 
-def _examined_once(hook: Callable[..., Any], name: str, say: Say) -> Callable[..., Any]:
-    done = False
-
-    def examined(module: nn.Module, *gradients: Any) -> Any:
-        nonlocal done
-        returned = hook(module, *gradients)
-        if done or returned is None:
-            return returned
-        done = True
-        if not _is_linear(partial(hook, module), gradients, returned):
-            say(f"a backward hook of {name} changes gradients")
-        return returned
-
-    return examined
-
-
-def examine_functions(nodes: Iterable[Any], say: Say) -> None:
-    """Tests each of the user's ``torch.autograd.Function`` classes among a loss's ``nodes`` once."""
-    by_class = {function: node for node in nodes if (function := getattr(type(node), "_forward_cls", None))}
+def examine_functions(nodes: Iterable[Any], say: Say, mode: AbstractContextManager[Any]) -> None:
+    """Calls the ``backward`` of the user's ``torch.autograd.Function`` classes among a loss's ``nodes`` in ``mode``, and
+    tests each class once."""
+    by_class = {}
+    for node in nodes:
+        backward = getattr(getattr(type(node), "_forward_cls", None), "backward", None)
+        if isinstance(backward, FunctionType) and source_files.is_users(inspect.unwrap(backward).__code__.co_filename):
+            node.register_prehook(lambda _: mode.__enter__() and None)
+            node.register_hook(lambda *_: mode.__exit__(None, None, None))
+            by_class[type(node)._forward_cls] = node
     for function, node in by_class.items():
-        if isinstance(function.backward, FunctionType) and _may_be_asked(function.backward, node):
+        if _may_be_asked(function.backward, node):
             _examine_function(node, function, say)
 
 

@@ -129,8 +129,9 @@ class CallWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._aside:
             return func(*args, **kwargs)
-        if func is Tensor.register_hook and not self._examined and not args[0].is_leaf and (line := _caller()):
-            args = (args[0], linearity.examining(args[1], line, self._say_not_linear))
+        if func is Tensor.register_hook and not args[0].is_leaf and (line := _caller()):
+            text, say = f"{line} changes the gradient of an output", None if self._examined else self._say_not_linear
+            args = args[0], linearity.examining(args[1], text, say, self)
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             name = "=" + getattr(func.__self__, "__name__", "") if name == "__set__" else func.__self__.__name__
@@ -145,13 +146,14 @@ class CallWatch(TorchFunctionMode):
 
     def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._refuse_transforms()
-        if func is torch.autograd.grad and not (self._whole or self.whole_steps) and (line := _caller()):
+        forward = torch._C._current_graph_task_id() == -1
+        if func is torch.autograd.grad and forward and not (self._whole or self.whole_steps) and (line := _caller()):
             raise EngineError(
                 f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; "
                 f"{self._whole_steps}"
             )
         alone = self._whole and self._engine.updates_in_place and self._engine.plan.world.size == 1
-        if func is Tensor.backward and not alone and (line := _caller()):
+        if func is Tensor.backward and forward and not alone and (line := _caller()):
             raise EngineError(
                 f"{line} calls backward() itself, which adds to the gradients that {self._engine.description} reduces and updates "
                 "with; use torch.autograd.grad, which only computes derivatives"

@@ -42,7 +42,7 @@ class WeightWatch(CallWatch):
         self._but = but
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would trace the mode
         if self._looks_inside:
-            linearity.examine_hooks(model, self._say_not_linear)
+            linearity.examine_hooks(model, self._say_not_linear, self)
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
@@ -147,9 +147,11 @@ class WeightWatch(CallWatch):
     def backward(self) -> Iterator[None]:
         """Counts writes in a backward pass: torch may call its hooks in any thread, and some libraries hide writes."""
         self._count_versions()
+        before, self._writes = self._writes, {}
         yield
         if self._engine.averages_gradients:  # else the engine itself may update weights there
-            self._note_writes(self._written_since(), "in the backward pass")
+            self._note_writes({*self._written_since(), *self._writes}, "in the backward pass")
+        self._writes |= before
 
     def _count_versions(self) -> None:
         if self._watching:
@@ -230,7 +232,7 @@ class WeightWatch(CallWatch):
     # Findings.
 
     def _marks(self) -> dict[str, Any]:
-        """Returns values that change with a weight: sum and norm of a complete one, else its version."""
+        """Returns values that change with a weight: sums and norm of a complete one, else its version."""
         watched = {name: parameter for name, parameter in self._parameters.items() if name not in self._but}
         if self._gives_up:
             return {name: parameter._version for name, parameter in watched.items()}
@@ -309,7 +311,7 @@ class WeightWatch(CallWatch):
         known |= {id(parameter) for _, ref in self._built.values() if (parameter := ref()) is not None}
         nodes = _nodes(loss)
         self.recomputes_inside = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        linearity.examine_functions(nodes, self._say_not_linear)
+        linearity.examine_functions(nodes, self._say_not_linear, self)
         leaves = [node.variable for node in nodes if isinstance(getattr(node, "variable", None), nn.Parameter)]
         strangers = [parameter for parameter in leaves if id(parameter) not in known]
         if self._others:  # whose memory of parameters outside the model was freed
@@ -342,12 +344,12 @@ def _sums(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         if not flat.is_floating_point():
             flat = flat.double()
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        sums.append(torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)]).double())
+        every_third = flat.reshape(-1)[::3]  # else numbers could trade places
+        sums.append([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide), every_third.sum(dtype=wide)])
     if not sums:
         return {}
-    return {
-        name: [each.hex() for each in row] for name, row in zip(parameters, torch.stack(sums).tolist(), strict=True)
-    }
+    rows = torch.stack([torch.stack(row).double() for row in sums]).tolist()  # one copy from the device
+    return {name: [each.hex() for each in row] for name, row in zip(parameters, rows, strict=True)}
 
 
 def _nodes(loss: Tensor) -> list[Any]:

@@ -1060,6 +1060,18 @@ def _halve(module, *_):
     module.bias.mul_(0.5)
 
 
+class _HalvingAfter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outputs, layer):
+        ctx.layer = layer
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.layer.weight.data.mul_(0.5)
+        return gradient, None
+
+
 class Later(Rows):
     """Writes to a weight in the backward pass; or in the third step, which is not one of those that are looked at closely."""
 
@@ -1070,7 +1082,19 @@ class Later(Rows):
         net = super().model()
         if self.what == "backward":
             self.net[2].register_full_backward_hook(_halve)
+        if self.what in ("gradient", "function"):
+            self.net[1].register_forward_hook(getattr(self, f"_{self.what}"))
         return net
+
+    def _gradient(self, module, inputs, outputs):
+        if outputs.requires_grad:
+            outputs.register_hook(self._write)
+
+    def _write(self, gradient):
+        self.net[2].weight.data = self.net[2].weight.data * 0.5
+
+    def _function(self, module, inputs, outputs):
+        return _HalvingAfter.apply(outputs, self.net[2])
 
 
 @dataclass
@@ -1658,7 +1682,7 @@ class _Guarded(nn.Module):
 
     def forward(self, inputs):
         hidden = self.body(inputs).tanh()
-        hook = {"clip": lambda gradient: gradient.clamp(-0.01, 0.01), "turn": torch.neg}
+        hook = {"clip": lambda gradient: gradient.clamp(-0.01, 0.01), "turn": torch.neg, "method": self.limited}
         functions = {"function": _Clip, "helper": _ClipByHelper, "straight through": _Straight}
         if self.what in functions:
             hidden = functions[self.what].apply(hidden)
@@ -1669,6 +1693,9 @@ class _Guarded(nn.Module):
         if self.what == "spoilt":
             hidden.add_(1.0)
         return outputs
+
+    def limited(self, gradient):
+        return gradient.clamp(-0.01, 0.01)
 
 
 class Guarded(Rows):

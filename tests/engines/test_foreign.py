@@ -77,7 +77,7 @@ CASES = {
     "a layer that is not registered": ("Unregistered", {}, {"fsdp": "not the model's"}, ()),
     "a compiled part": ("Features", {"compiled": True}, {"zero3": "that is compiled already"}, ("fsdp", "zero2")),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}, ("ddp",)),
-    "grown in forward": ("Grown", {}, {"zero2": "overwrites"}, ("ddp",)),
+    "grown in forward": ("Grown", {}, {"zero2": "in the forward pass or the loss of each"}, ("ddp",)),
     **{
         f"written by {how}": ("Written", {"how": how}, {"fsdp": WRITTEN}, ("ddp",) if how == "foreach" else ())
         for how in ("foreach", "out", "index", "init")
@@ -104,9 +104,16 @@ CASES = {
     "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook"), ()),
     "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}, ("ddp",)),
     "backward writes": (
-        "Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass"), ("ddp",),
+        "Later", {"what": "backward"}, {"zero2": "in the backward pass", "zero3": WRITTEN}, ("ddp",),
     ),
-    "backward writes to a shard": ("Later", {"what": "backward"}, {"fsdp": "in the backward pass"}, ()),
+    "backward writes to a shard": ("Later", {"what": "backward"}, {"fsdp": WRITTEN}, ()),
+    **{
+        f"a {what} replaces numbers in the backward pass": (
+            "Later", {"what": what}, dict.fromkeys(SHARDED, READ), ("ddp",),
+        )
+        for what in ("gradient", "function")
+    },
+    "a gradient replaces numbers of a copy": ("Later", {"what": "gradient"}, {"zero2": "in the backward pass ("}, ()),
     "forward writes later": ("WrittenLater", {}, dict.fromkeys(("fsdp", "zero2", "zero3"), "in the forward pass or the l"), ()),
     "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook"), ()),
     "a hook clips one of two models": ("ClippedOne", {}, {"zero2": "overwrites", "fsdp": READ}, ()),
@@ -199,7 +206,7 @@ CASES = {
         ("single", "fsdp"),
     ),
     "blocks that a backward pass calls by a method": (
-        "Backwards", {"kind": "by a method"}, {"fsdp": "a part of a block is called while the block itself does not run"},
+        "Backwards", {"kind": "by a method"}, {"fsdp": READ},
         (),
     ),
     "blocks that a backward pass calls, as can be seen": (
@@ -452,6 +459,7 @@ SAID = {
     "a sum of few rows": ("Chosen", {}, ["single"], "is a mean over rows at first, and a sum in step ", {"accumulation": 2}),
     "a sum that begins later": ("LateSum", {}, ["single", "zero3"], "a mean over rows at first, and a sum in step 2", {}),
     "a clip by a hook": ("Guarded", {"what": "clip"}, ["ddp"], "changes the gradient of an output, and not linearly", {}),
+    "a clip by a method": ("Guarded", {"what": "method"}, ["fsdp"], "changes the gradient of an output, and not linearly", {}),
     "a clip by a function": ("Guarded", {"what": "function"}, ["ddp"], "_Clip.backward changes gradients, and not", {}),
     "a clip by a helper": ("Guarded", {"what": "helper"}, ["ddp"], "_ClipByHelper.backward changes gradients, and not", {}),
     "a clip by a module's hook": ("Guarded", {"what": "module"}, ["ddp"], "hook of head changes gradients, and not", {}),

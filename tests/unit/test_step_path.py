@@ -156,7 +156,7 @@ def test_nothing_is_read_off_the_device_but_on_steps_that_log(here, monkeypatch)
             return loop(trainer, start)
 
     monkeypatch.setattr(Trainer, "fit", watched)
-    monkeypatch.setattr(Trainer, "_peak_memory", lambda _: (0,))
+    monkeypatch.setattr("dsframe.trainer.all_gather_json", lambda *_: (0,))
     run.execute(load(document), task=ManyTask(), world=World(), quiet=True)
     # Nine more in the first step: the loss of the micro-batch, twice and once again, and those of its halves, three times. After it
     # eight: the losses of four samples, twice, and of their halves. In steps 2 and 5 seven: those of a micro-batch and its halves.

@@ -28,3 +28,8 @@ def test_an_engine_that_has_said_why_is_not_explained(monkeypatch):
 def test_a_write_to_the_imaginary_part_is_seen():
     weight = torch.ones(2, dtype=torch.complex64)
     assert _sums({"a": weight}) != _sums({"a": weight + 1j})
+
+
+def test_numbers_that_trade_places_are_seen():
+    weight = torch.arange(6.0)
+    assert _sums({"a": weight}) != _sums({"a": weight.flip(0)})

@@ -7,17 +7,12 @@ values, or to null for any value but the default. 1 rank, stage or step counts a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from dsframe.config.schema.file import File
 
 Row = Mapping[str, Any]
-
-
-@cache
-def _defaults() -> File:
-    return File.model_construct()
+_DEFAULTS = File.model_construct()
 
 
 def value_at(owner: Any, path: str) -> Any:
@@ -32,7 +27,7 @@ def matches(file: Any, path: str, wanted: Sequence[Any] | None = None) -> bool:
     value = value_at(file, path)
     if wanted is not None:
         return any(_same(value, other) for other in wanted)
-    default = value_at(_defaults(), path)
+    default = value_at(_DEFAULTS, path)
     if isinstance(value, bool):
         return value is not bool(default)
     return bool(value != default and (default or value not in (None, 0, 1, [], "none")))
