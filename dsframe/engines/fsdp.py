@@ -121,7 +121,7 @@ class FsdpEngine(ReplicaEngine):
         for module in {*units, model}:
             module.register_forward_hook(_without_views)
         take = output_classes.show([*units, model])
-        keep = fsdp_units.keep_arguments([] if self.plan.config.settings.model.compile is True else units)
+        keep = fsdp_units.keep_arguments(units)
         for unit in units:
             policy = policies[unit in in_fp32]
             fully_shard(unit, **options, mp_policy=policy, reshard_after_forward=self._settings.reshard_after_forward)

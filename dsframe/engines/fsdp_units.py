@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dsframe.errors import EngineError
 from dsframe.model import switches
@@ -54,6 +55,10 @@ class _Arguments:
 
     def put_back(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         given, self._given = self._given, None
+        if all(
+            isinstance(one, (Tensor, NoneType)) for one in (*args, *kwargs.values())
+        ):  # torch.compile cannot trace filled
+            return args, kwargs
         return filled(given, (args, kwargs))
 
 

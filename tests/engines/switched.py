@@ -19,6 +19,7 @@ from tests.files import ds_config, write_json
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
 CNN = {"name": "vision", "dataset": "synthetic", "image_size": 16, "classes": 10, "samples": 64}
+LISTS = {"name": "tests.engines.foreign_tasks:Filled"}
 KEEP_NOTHING = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_reuse_distance": 0,
@@ -60,6 +61,8 @@ VARIANTS = {
     "fsdp, some recomputed": of("fsdp", model={"activation_checkpointing": SOME}),
     "pipeline, some recomputed": zero(1, pipeline=PIPELINE, settings={"model": {"activation_checkpointing": SOME}}),
     "fsdp, recomputed": of("fsdp", model={"activation_checkpointing": True}),
+    "fsdp of lists": of("fsdp", task=LISTS),
+    "fsdp of lists, compiled": of("fsdp", task=LISTS, model={"compile": True}),
     "pipeline": zero(1, pipeline=PIPELINE),
     "pipeline, recomputed": zero(1, pipeline=PIPELINE, settings={"model": {"activation_checkpointing": True}}),
     "ddp of images": of("ddp", task=CNN),

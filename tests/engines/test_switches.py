@@ -42,7 +42,7 @@ def test_recomputation_is_the_same_training_to_the_last_bit(found, engine, how):
 COMPILED = ("zero3, compiled", "ddp, compiled, recomputed")
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", [*COMPILED, "fsdp of lists, compiled"])
 def test_what_is_compiled_is_the_same_training(found, name):
     check_compiled(found, name)
 
