@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from dsframe.engines.lent import Writable, lend, take_back
 from dsframe.errors import EngineError
 from dsframe.model import switches
-from dsframe.values import filled
+from dsframe.values import filled, tensors_of
 
 
 def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
@@ -34,11 +37,13 @@ def named(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
 
 
 def keep_arguments(units: Iterable[nn.Module]) -> Callable[[], None]:
-    """Gives ``units`` the lists, dicts and dataclasses that they are called with, to which they may add losses. FSDP's
-    hooks, which are added before the returned function is called, give copies (torch 2.13, ``replace_grad_tensors``)."""
+    """Gives ``units`` the lists, dicts and dataclasses that they are called with, to which they may add losses, and tensors that
+    they may write to. FSDP's hooks, which are added before the returned function is called, give copies, and views (torch 2.13,
+    ``replace_grad_tensors``)."""
     kept = [(unit, _Arguments()) for unit in units]
     for unit, arguments in kept:
         unit.register_forward_pre_hook(arguments.put_back, prepend=True, with_kwargs=True)
+        unit.register_forward_hook(take_back, with_kwargs=True)
 
     def close() -> None:
         for unit, arguments in kept:
@@ -55,11 +60,13 @@ class _Arguments:
 
     def put_back(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         given, self._given = self._given, None
-        if all(
+        if torch.compiler.is_compiling() and all(
             isinstance(one, (Tensor, NoneType)) for one in (*args, *kwargs.values())
-        ):  # torch.compile cannot trace filled
-            return args, kwargs
-        return filled(given, (args, kwargs))
+        ):
+            return args, kwargs  # a compiler cannot trace what follows
+        pairs = zip(tensors_of(given), tensors_of((args, kwargs)), strict=True)
+        lent = {view: lend(own, Writable.apply(view)) for own, view in pairs if own is not view}  # type: ignore[no-untyped-call]
+        return filled(given, tree_map_only(Tensor, lambda leaf: lent.get(leaf, leaf), (args, kwargs)))
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -218,8 +218,12 @@ class _Unit(nn.Module):
         return self.inner(rows).tanh()
 
     def forward(self, rows, into=None):
+        if self.what == "writes":
+            rows.mul_(2.0)
         hidden = self.encode(rows)
-        if into is not None:
+        if isinstance(into, Tensor):
+            into.add_(hidden)
+        elif into is not None:
             into["hidden"] = hidden
         return {"hidden": [hidden]} if self.what == "dict" else hidden
 
@@ -234,6 +238,13 @@ class _OfUnits(nn.Sequential):
             rows = unit(rows)
         if what == "method":
             return head(unit.encode(rows))
+        if what == "writes":
+            return head(unit(rows) + rows)
+        if what == "memory":
+            memory = torch.zeros_like(rows)
+            unit(rows, memory)
+            unit(rows.tanh(), into=memory)
+            return head(memory)
         hidden = unit(rows=rows) if what == "keywords" else unit(rows, into if "adds" in what else None)
         return head(hidden["hidden"][0] if what == "dict" else into["hidden"] if "adds" in what else hidden)
 

@@ -52,6 +52,12 @@ CASES = {
         f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units",))
         for what in ("dict", "keywords", "twice", "one call too many", "first")
     },
+    **{
+        f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3", "single")) for what in ("writes", "memory")
+    },
+    **{
+        f"a unit, writing: {what}": ("Units", {"what": what}, {}, ("fsdp units",)) for what in ("writes", "memory")
+    },
     "a list that layers add to": ("Filled", {}, {}, ("zero3",)),
     "a list that units add to": ("Filled", {}, {}, ("fsdp",)),
     **{

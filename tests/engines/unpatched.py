@@ -259,6 +259,27 @@ def lists():
     assert not engine(torch.ones(1, 4)), NOT_NEEDED
 
 
+def writes():
+    """test_foreign.py trains with modules that write to their inputs (Units)."""
+    import torch
+
+    class Doubles(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs.mul_(2.0))
+
+    class Model(torch.nn.Sequential):
+        def forward(self, inputs):
+            self[1](hidden := self[0](inputs))
+            return hidden
+
+    model = Model(torch.nn.Linear(4, 4), Doubles(4, 4))
+    torch.nn.init.ones_(model[0].weight)
+    engine = started(model, {"stage": 3})
+    rows = torch.ones(1, 4, requires_grad=True)
+    engine.backward(engine(rows).sum())
+    assert rows.grad.tolist() == [[4.0] * 4], NOT_NEEDED  # else 8
+
+
 def hidden_step():
     """test_groups.py compares the moments of "zero0 bf16"."""
     engine = started(linear_model(), {"stage": 0}, "Adam", bf16={"enabled": True})
@@ -539,7 +560,7 @@ EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     debug_symbols, scalars,
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, leaf, lists, hidden_step, gathers, evaluation,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, leaf, lists, writes, hidden_step, gathers, evaluation,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
     recorded_routers, expert_norm, prologue, models, groups,

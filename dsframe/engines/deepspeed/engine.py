@@ -181,9 +181,9 @@ class ZeroEngine(ModelEngine):
         # A block that is recomputed in the backward pass needs all its parameters throughout. ZeRO-3 must gather and
         # release it as one unit; releasing module by module would free weights that autograd still needs (measured:
         # shapes of 0). A compiled block would have a graph break at each hook.
-        for block in switches.units(model):
-            set_z3_leaf_module(block, True)
-        if self._stage == 3:
+        if self._stage == 3 and not self.gathers_steps:
+            for block in switches.units(model):
+                set_z3_leaf_module(block, True)
             prepare_leaf_modules(model, self.plan.config.written()["zero_optimization"].get("leaf_module") or {})
         return model, model
 
@@ -224,6 +224,8 @@ class ZeroEngine(ModelEngine):
             from dsframe.engines.deepspeed.tensor_trial import Trial
 
             self._trial = Trial.of(module)
+        if self.gathers_steps:
+            document["zero_optimization"].pop("leaf_module", None)
         if self.plan.frozen:
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
@@ -248,6 +250,8 @@ class ZeroEngine(ModelEngine):
         reorder(self._engine)
         if self.plan.frozen:
             return
+        if self._stage == 3:
+            patches.keep_writes(module)
         if self.built.groups.options:  # Muon makes its own groups, with a decay, and has no defaults
             optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)

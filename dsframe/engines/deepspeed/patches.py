@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dsframe.engines import precision
+from dsframe.engines.lent import lend, take_back
 from dsframe.errors import EngineError
 from dsframe.model import recomputation
 from dsframe.text import Json, table_of
@@ -95,12 +96,21 @@ def fill_lists() -> None:
         if isinstance(value, list):
             value[:] = [in_place(function, one) for one in value]
             return value
-        return replace(function, value, warning_msg_fn)
+        made = replace(function, value, warning_msg_fn)
+        if isinstance(value, Tensor) and cast(Any, function).__self__.__name__ == "PostBackwardFunctionModule":
+            lend(value, made)  # an input
+        return made
 
     if not getattr(replace, "fills_lists", False):
         in_place.fills_lists = True  # type: ignore[attr-defined]
         for module in (hooks, _upstream("lists", "runtime.zero.utils")):  # it calls itself by its name
             module.apply_to_tensors_only = in_place
+
+
+def keep_writes(model: nn.Module) -> None:
+    """Patch "writes": stage 3 calls modules with other tensors in the memory of their inputs, which modules may write to."""
+    for module in model.modules():
+        module.register_forward_hook(take_back, with_kwargs=True)
 
 
 @contextlib.contextmanager
