@@ -8,7 +8,7 @@ replica engines; only where tensors are stored differs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -119,7 +119,7 @@ class FsdpEngine(ReplicaEngine):
         }
         self._ran: set[nn.Module] = set()
         for module in {*units, model}:
-            module.register_forward_hook(_without_views)
+            module.register_forward_hook(_own_outputs)
         take = output_classes.show([*units, model])
         keep = fsdp_units.keep_arguments([] if self.plan.config.settings.model.compile is True else units)
         for unit in units:
@@ -407,13 +407,20 @@ class FsdpShards(Shards):
 LIBRARIES.append(FsdpShards())
 
 
-def _without_views(module: nn.Module, _: Any, outputs: Any) -> Any:
-    """Copies outputs that are views. If a caller writes to a view (``h += x``), torch gives it a new autograd history,
-    which loses FSDP's hook (2.13, ``_fsdp_state.py``)."""
+def _own_outputs(module: nn.Module, _: Any, outputs: Any) -> Any:
+    """Copies outputs that are weights, whose memory FSDP frees, or views. If a caller writes to a view (``h += x``), torch
+    gives it a new autograd history, which loses FSDP's hook (2.13, ``_fsdp_state.py``)."""
     output_classes.register(outputs)
-    if any(_is_trained_view(leaf) for leaf in tensors_of(outputs)):
-        return tree_map_only(Tensor, lambda leaf: leaf.clone() if _is_trained_view(leaf) else leaf, outputs)
-    return None
+    leaves = tensors_of(outputs)
+    weights = set(_memory(module.parameters()).values()) if any(leaf.grad_fn is None for leaf in leaves) else ()
+    lent = {leaf for leaf, memory in _memory(leaves).items() if memory in weights or _is_trained_view(leaf)}
+    return tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf in lent else leaf, outputs) if lent else None
+
+
+def _memory(tensors: Iterable[Tensor]) -> dict[Tensor, int]:
+    """Returns where the memory of dense tensors begins, without sharded ones."""
+    dense = (one for one in tensors if one.layout == torch.strided and not isinstance(one, DTensor))
+    return {one: one.untyped_storage().data_ptr() for one in dense}
 
 
 def _is_trained_view(tensor: Tensor) -> bool:

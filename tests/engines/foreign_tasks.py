@@ -213,14 +213,23 @@ class _Unit(nn.Module):
     def __init__(self, what):
         super().__init__()
         self.inner, self.what = nn.Linear(8, 8), what
+        self.idle = nn.Linear(8, 8) if "idle" in what else None
+        self.kept = torch.ones(())
 
     def encode(self, rows):
+        if "in place" in self.what:
+            rows = rows.clamp_(min=0.0)
+        if "keeps" in self.what:
+            rows, self.kept = rows + 0.0 * self.kept, self.kept * rows.mean()
         return self.inner(rows).tanh()
 
     def forward(self, rows, into=None):
         hidden = self.encode(rows)
         if into is not None:
             into["hidden"] = hidden
+        given = {"returns its weight": self.inner.weight, "returns it detached": self.inner.weight.detach()[1:]}
+        if self.what in given:
+            return hidden, given[self.what]
         return {"hidden": [hidden]} if self.what == "dict" else hidden
 
 
@@ -234,6 +243,9 @@ class _OfUnits(nn.Sequential):
             rows = unit(rows)
         if what == "method":
             return head(unit.encode(rows))
+        if "returns" in what:
+            hidden, weight = unit(rows)
+            return head(hidden + (hidden @ weight.t()).sum(1, keepdim=True))
         hidden = unit(rows=rows) if what == "keywords" else unit(rows, into if "adds" in what else None)
         return head(hidden["hidden"][0] if what == "dict" else into["hidden"] if "adds" in what else hidden)
 

@@ -50,8 +50,14 @@ CASES = {
     "in inference mode first": ("Inferred", {}, dict.fromkeys(SHARDED, "write torch.no_grad()"), ("ddp",)),
     **{
         f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units",))
-        for what in ("dict", "keywords", "twice", "one call too many", "first")
+        for what in ("dict", "keywords", "twice", "one call too many", "in place")
     },
+    **{
+        f"a unit: first{what}": ("Units", {"what": f"first{what}"}, {}, ("zero3 units",))
+        for what in ("", ", idle", ", in place", ", keeps")
+    },
+    "a unit: returns its weight": ("Units", {"what": "returns its weight"}, {}, ("fsdp units",)),
+    "a unit: returns it detached": ("Units", {"what": "returns it detached"}, {}, ("fsdp units",)),
     "a list that layers add to": ("Filled", {}, {}, ("zero3",)),
     "a list that units add to": ("Filled", {}, {}, ("fsdp",)),
     **{
