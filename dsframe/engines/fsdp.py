@@ -218,6 +218,7 @@ class FsdpEngine(ReplicaEngine):
         yield
         for unit in units:
             unit.set_requires_gradient_sync(True, recurse=False)
+            _add_missing_sums(unit)
 
     def _accumulating(self) -> AbstractContextManager[Any]:
         return self._whole_gradients()
@@ -405,6 +406,18 @@ class FsdpShards(Shards):
 
 
 LIBRARIES.append(FsdpShards())
+
+
+def _add_missing_sums(unit: FSDPModule) -> None:
+    """Gives weights of ``unit`` whose gradients have not arrived yet a sum of zeros. Else torch 2.13 reduces the sums of the
+    others, which are fp32, beside a 16-bit gradient, and raises (``_fsdp_collectives.py``, foreach_reduce)."""
+    for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
+        for one in group.fsdp_params:
+            trained = (
+                one.reduce_dtype is not None and hasattr(one, "_unsharded_param") and one._unsharded_param.requires_grad
+            )
+            if trained and one.unsharded_accumulated_grad is None and one._unsharded_param.grad is None:
+                one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)
 
 
 def _own_outputs(module: nn.Module, _: Any, outputs: Any) -> Any:

@@ -227,9 +227,8 @@ class _Unit(nn.Module):
         hidden = self.encode(rows)
         if into is not None:
             into["hidden"] = hidden
-        given = {"returns its weight": self.inner.weight, "returns it detached": self.inner.weight.detach()[1:]}
-        if self.what in given:
-            return hidden, given[self.what]
+        if "returns" in self.what:
+            return hidden, self.inner.weight.detach()[1:] if "detached" in self.what else self.inner.weight
         return {"hidden": [hidden]} if self.what == "dict" else hidden
 
 

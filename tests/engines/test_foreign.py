@@ -659,6 +659,15 @@ def test_parts_of_a_model_stay_in_fp32(setup, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "case", [("Units", {"what": "first, idle"}), ("Sometimes", {"idle": False})], ids=["never", "now and then"]
+)
+def test_gradients_that_are_missing_in_a_micro_batch_are_added_up_in_16_bits(case, tmp_path):
+    document = file(case, "fsdp", accumulation=2, fsdp={}) | {"bf16": {"enabled": True}}
+    kept.train(tmp_path, document, 2).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(curve(tmp_path, case, "single"), rel=2e-2)
+
+
+@pytest.mark.parametrize(
     ("case", "setups"),
     [
         ("derivatives", ("zero3", "fsdp")),
