@@ -691,6 +691,12 @@ def test_a_unit_with_a_limit_is_named_by_the_class_that_the_model_names(tmp_path
     assert found == pytest.approx(by_hand("max_norm"), rel=1e-6)
 
 
+@pytest.mark.parametrize("setup", ["single", "zero3"])
+def test_a_recomputed_table_keeps_its_limit(setup, tmp_path):
+    found = curve(tmp_path, "max_norm", setup, model={"activation_checkpointing": ["Embedding"]})
+    assert found == pytest.approx(by_hand("max_norm"), rel=1e-6)
+
+
 @pytest.mark.parametrize("setup", ["single", "zero3", "fsdp"])
 def test_recomputed_blocks_change_their_buffers_once(setup, tmp_path):
     recomputed = curve(tmp_path, ("Buffers", {}), setup, model={"activation_checkpointing": True})
