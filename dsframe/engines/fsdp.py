@@ -414,7 +414,9 @@ def _add_missing_sums(unit: FSDPModule) -> None:
     for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
         for one in group.fsdp_params:
             trained = (
-                one.reduce_dtype is not None and hasattr(one, "_unsharded_param") and one._unsharded_param.requires_grad
+                getattr(one, "reduce_dtype", None)
+                and hasattr(one, "_unsharded_param")
+                and one._unsharded_param.requires_grad
             )
             if trained and one.unsharded_accumulated_grad is None and one._unsharded_param.grad is None:
                 one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)

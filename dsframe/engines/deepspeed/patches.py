@@ -355,7 +355,7 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
 
     Returns a function to be called after a backward pass. It returns the modules with gradients that were not reduced.
     """
-    optimizer, calls, lost, hooks = engine.optimizer, Counter[nn.Module](), list[str](), list[Any]()
+    optimizer, calls, lost = engine.optimizer, Counter[nn.Module](), list[str]()
     if not getattr(optimizer, "leaf_parameters", None):
         return list
     for name in (
@@ -370,16 +370,15 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
 
     def begin() -> None:
         calls.clear()
-        while hooks:
-            hooks.pop().remove()  # weights can be inputs, too
         forget()
 
     def call(reduce: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
         calls[module] += 1
-        if tensors := [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]:
-            hooks.append(register_multi_grad_hook(tensors, functools.partial(ended, reduce, module)))
+        tensors = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]
+        if tensors and all(leaf.grad_fn is not None for leaf in tensors):  # torch.autograd.grad cannot wait for others
+            register_multi_grad_hook(tensors, functools.partial(ended, reduce, module))
 
     def ended(reduce: Callable[..., None], module: nn.Module, _: Any) -> None:
         calls[module] -= 1
@@ -388,7 +387,7 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
 
     def close() -> None:
         for module, held in weights.items():
-            # Its inputs have no gradients, or the loss does not depend on one of its calls.
+            # Its inputs have no gradients or no history, or the loss does not depend on one of its calls.
             for weight in held if calls[module] > 0 else ():
                 if weight.grad is None:
                     weight.grad = torch.zeros(weight.ds_shape, dtype=weight.dtype, device=weight.device)
