@@ -8,7 +8,7 @@ replica engines; only where tensors are stored differs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -119,7 +119,7 @@ class FsdpEngine(ReplicaEngine):
         }
         self._ran: set[nn.Module] = set()
         for module in {*units, model}:
-            module.register_forward_hook(_without_views)
+            module.register_forward_hook(_own_outputs)
         take = output_classes.show([*units, model])
         keep = fsdp_units.keep_arguments(units)
         for unit in units:
@@ -218,6 +218,7 @@ class FsdpEngine(ReplicaEngine):
         yield
         for unit in units:
             unit.set_requires_gradient_sync(True, recurse=False)
+            _add_missing_sums(unit)
 
     def _accumulating(self) -> AbstractContextManager[Any]:
         return self._whole_gradients()
@@ -407,13 +408,34 @@ class FsdpShards(Shards):
 LIBRARIES.append(FsdpShards())
 
 
-def _without_views(module: nn.Module, _: Any, outputs: Any) -> Any:
-    """Copies outputs that are views. If a caller writes to a view (``h += x``), torch gives it a new autograd history,
-    which loses FSDP's hook (2.13, ``_fsdp_state.py``)."""
+def _add_missing_sums(unit: FSDPModule) -> None:
+    """Gives weights of ``unit`` whose gradients have not arrived yet a sum of zeros. Else torch 2.13 reduces the sums of the
+    others, which are fp32, beside a 16-bit gradient, and raises (``_fsdp_collectives.py``, foreach_reduce)."""
+    for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
+        for one in group.fsdp_params:
+            trained = (
+                getattr(one, "reduce_dtype", None)
+                and hasattr(one, "_unsharded_param")
+                and one._unsharded_param.requires_grad
+            )
+            if trained and one.unsharded_accumulated_grad is None and one._unsharded_param.grad is None:
+                one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)
+
+
+def _own_outputs(module: nn.Module, _: Any, outputs: Any) -> Any:
+    """Copies outputs that are weights, whose memory FSDP frees, or views. If a caller writes to a view (``h += x``), torch
+    gives it a new autograd history, which loses FSDP's hook (2.13, ``_fsdp_state.py``)."""
     output_classes.register(outputs)
-    if any(_is_trained_view(leaf) for leaf in tensors_of(outputs)):
-        return tree_map_only(Tensor, lambda leaf: leaf.clone() if _is_trained_view(leaf) else leaf, outputs)
-    return None
+    leaves = tensors_of(outputs)
+    weights = set(_memory(module.parameters()).values()) if any(leaf.grad_fn is None for leaf in leaves) else ()
+    lent = {leaf for leaf, memory in _memory(leaves).items() if memory in weights or _is_trained_view(leaf)}
+    return tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf in lent else leaf, outputs) if lent else None
+
+
+def _memory(tensors: Iterable[Tensor]) -> dict[Tensor, int]:
+    """Returns where the memory of dense tensors begins, without sharded ones."""
+    dense = (one for one in tensors if one.layout == torch.strided and not isinstance(one, DTensor))
+    return {one: one.untyped_storage().data_ptr() for one in dense}
 
 
 def _is_trained_view(tensor: Tensor) -> bool:

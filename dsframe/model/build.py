@@ -94,8 +94,8 @@ def build_model(
     # process.
     for parameter in model.parameters():
         parameter.grad = None
+    max_norm.share_limits(model, weakref.proxy(ranks))  # before a switch keeps the forward() of a table
     switches.apply(model, plan.config, plan.device)
-    max_norm.share_limits(model, weakref.proxy(ranks))
     per_sample = settings.per_sample_randomness
     built = BuiltModel(
         dtype=dtype,

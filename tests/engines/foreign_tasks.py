@@ -213,8 +213,14 @@ class _Unit(nn.Module):
     def __init__(self, what):
         super().__init__()
         self.inner, self.what = nn.Linear(8, 8), what
+        self.idle = nn.Linear(8, 8) if "idle" in what else None
+        self.kept = torch.ones(())
 
     def encode(self, rows):
+        if "in place" in self.what:
+            rows = rows.clamp_(min=0.0)
+        if "keeps" in self.what:
+            rows, self.kept = rows + 0.0 * self.kept, self.kept * rows.mean()
         return self.inner(rows).tanh()
 
     def forward(self, rows, into=None):
@@ -225,6 +231,8 @@ class _Unit(nn.Module):
             into.add_(hidden)
         elif into is not None:
             into["hidden"] = hidden
+        if "returns" in self.what:
+            return hidden, self.inner.weight.detach()[1:] if "detached" in self.what else self.inner.weight
         return {"hidden": [hidden]} if self.what == "dict" else hidden
 
 
@@ -245,6 +253,9 @@ class _OfUnits(nn.Sequential):
             unit(rows, memory)
             unit(rows.tanh(), into=memory)
             return head(memory)
+        if "returns" in what:
+            hidden, weight = unit(rows)
+            return head(hidden + (hidden @ weight.t()).sum(1, keepdim=True))
         hidden = unit(rows=rows) if what == "keywords" else unit(rows, into if "adds" in what else None)
         return head(hidden["hidden"][0] if what == "dict" else into["hidden"] if "adds" in what else hidden)
 

@@ -218,6 +218,8 @@ def file(case):
     zero = {"stage": int(stage or 0)}
     if stage == "3":
         zero["stage3_param_persistence_threshold"] = 0
+    if more == "units":
+        zero |= {"leaf_module": {"classes": ["Block"]}}
     if more == "cpu":
         zero |= {"offload_optimizer": {"device": "cpu"}} | (
             {"offload_param": {"device": "cpu"}} if stage == "3" else {}

@@ -50,14 +50,21 @@ CASES = {
     "in inference mode first": ("Inferred", {}, dict.fromkeys(SHARDED, "write torch.no_grad()"), ("ddp",)),
     **{
         f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units",))
-        for what in ("dict", "keywords", "twice", "one call too many", "first")
+        for what in ("dict", "keywords", "twice", "one call too many", "in place")
     },
     **{
         f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3", "single")) for what in ("writes", "memory")
     },
+    "a unit of fsdp: writes": ("Units", {"what": "writes"}, {}, ("fsdp units",)),
+    "a unit of fsdp: memory": (
+        "Units", {"what": "memory"}, {"zero3 units": "a tensor that is not in its outputs"}, ("fsdp units",),
+    ),
     **{
-        f"a unit, writing: {what}": ("Units", {"what": what}, {}, ("fsdp units",)) for what in ("writes", "memory")
+        f"a unit: first{what}": ("Units", {"what": f"first{what}"}, {}, ("zero3 units",))
+        for what in ("", ", idle", ", in place", ", keeps")
     },
+    "a unit: returns its weight": ("Units", {"what": "returns its weight"}, {}, ("fsdp units",)),
+    "a unit: returns it detached": ("Units", {"what": "returns it detached"}, {}, ("fsdp units",)),
     "a list that layers add to": ("Filled", {}, {}, ("zero3",)),
     "a list that units add to": ("Filled", {}, {}, ("fsdp",)),
     **{
@@ -667,6 +674,15 @@ def test_parts_of_a_model_stay_in_fp32(setup, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "case", [("Units", {"what": "first, idle"}), ("Sometimes", {"idle": False})], ids=["never", "now and then"]
+)
+def test_gradients_that_are_missing_in_a_micro_batch_are_added_up_in_16_bits(case, tmp_path):
+    document = file(case, "fsdp", accumulation=2, fsdp={}) | {"bf16": {"enabled": True}}
+    kept.train(tmp_path, document, 2).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(curve(tmp_path, case, "single"), rel=2e-2)
+
+
+@pytest.mark.parametrize(
     ("case", "setups"),
     [
         ("derivatives", ("zero3", "fsdp")),
@@ -687,6 +703,12 @@ def test_it_goes_on_elsewhere(case, setups, tmp_path):
 
 def test_a_unit_with_a_limit_is_named_by_the_class_that_the_model_names(tmp_path):
     found = curve(tmp_path, "max_norm", "fsdp", fsdp={"wrap": ["Embedding"]})
+    assert found == pytest.approx(by_hand("max_norm"), rel=1e-6)
+
+
+@pytest.mark.parametrize("setup", ["single", "zero3"])
+def test_a_recomputed_table_keeps_its_limit(setup, tmp_path):
+    found = curve(tmp_path, "max_norm", setup, model={"activation_checkpointing": ["Embedding"]})
     assert found == pytest.approx(by_hand("max_norm"), rel=1e-6)
 
 

@@ -29,7 +29,7 @@ TWO = [
     *("smooth 2 fsdp", "smooth 1 deepspeed:1", "smooth 2 deepspeed:3"),
     *("dino 1 ddp", "dino 1 fsdp", "dino 1 deepspeed:0", "dino 1 deepspeed:2", "dino 1 deepspeed:3"),
     *("critic 1 ddp", "critic 2 fsdp", "critic 1 deepspeed:1", "critic 2 deepspeed:3"),
-    *("gan 1 deepspeed:2:cpu", "rounded 1 fsdp::bf16", "rounded 1 deepspeed:3:bf16"),
+    *("gan 1 deepspeed:2:cpu", "rounded 1 fsdp::bf16", "rounded 1 deepspeed:3:bf16", "gan 2 deepspeed:3:units"),
 ]
 HOROVOD = ["gan 2 horovod", "distilled 1 horovod", "critic 2 horovod", "dino 1 horovod"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dsframe.engines.deepspeed import stage_3, state
-from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, differentiable
+from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn
 from dsframe.engines.fsdp import FsdpShards, _ShardSlot
 from dsframe.model.state import LossScaleState
 
@@ -160,15 +160,6 @@ def test_parameters_are_made_ready_one_by_one():
     for parameter in InTurn(model, lambda parameter: order.append(("ready", id(parameter)))).parameters():
         order.append(("taken", id(parameter)))
     assert order == [(what, id(parameter)) for parameter in model.parameters() for what in ("ready", "taken")]
-
-
-def test_a_block_s_inputs_require_gradients_where_none_does():
-    plain, trained, numbers = torch.ones(1), torch.ones(1, requires_grad=True), torch.ones(1, dtype=torch.int64)
-    (one, two), more = differentiable(nn.Identity(), (plain, numbers), {"mask": plain})
-    assert (one.requires_grad, two.requires_grad, more["mask"].requires_grad) == (True, False, True)
-    assert differentiable(nn.Identity(), (plain, trained), {}) is None
-    with torch.no_grad():
-        assert differentiable(nn.Identity(), (plain,), {}) is None
 
 
 def test_complete_parameters_that_this_torch_does_not_show_are_not_examined():

@@ -24,14 +24,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import register_multi_grad_hook
 
 from dsframe.engines import precision
 from dsframe.engines.lent import lend, take_back
 from dsframe.errors import EngineError
 from dsframe.model import recomputation
 from dsframe.text import Json, table_of
-from dsframe.values import filled, tensors_of
+from dsframe.values import tensors_of
 
 PATCHES: dict[str, Json] = table_of(__file__)
 """Name -> ``reason``: what goes wrong without it; ``upstream``: files and functions in DeepSpeed's package; ``later``:
@@ -382,29 +382,26 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
         calls.clear()
         forget()
 
-    def call(reduce: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call(reduce: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
-            return None
+            return
         calls[module] += 1
         tensors = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]
-        if not tensors:
-            return None
+        if tensors and all(leaf.grad_fn is not None for leaf in tensors):  # torch.autograd.grad cannot wait for others
+            register_multi_grad_hook(tensors, functools.partial(ended, reduce, module))
 
-        def ended() -> None:
-            calls[module] -= 1
-            if not calls[module]:
-                reduce(module, None, None)
-
-        after = dict(zip(tensors, _AfterBackward.apply(ended, *tensors), strict=True))  # type: ignore[no-untyped-call]
-        given = args, kwargs
-        return filled(given, tree_map_only(Tensor, lambda leaf: after.get(leaf, leaf), given))
+    def ended(reduce: Callable[..., None], module: nn.Module, _: Any) -> None:
+        calls[module] -= 1
+        if not calls[module] and any(w.requires_grad for w in weights[module]):  # else it is another model's loss
+            reduce(module, None, None)
 
     def close() -> None:
         for module, held in weights.items():
-            # Its inputs have no gradients, or the loss does not depend on one of its calls.
-            if calls[module] and all(weight.grad is not None for weight in held):
-                for weight in held:
-                    optimizer.reduce_ready_partitions_and_remove_grads(weight)
+            # Its inputs have no gradients or no history, or the loss does not depend on one of its calls.
+            for weight in held if calls[module] > 0 else ():
+                if weight.grad is None:
+                    weight.grad = torch.zeros(weight.ds_shape, dtype=weight.dtype, device=weight.device)
+                optimizer.reduce_ready_partitions_and_remove_grads(weight)
         finish()
         lost.extend(names[module] for module, held in weights.items() if any(w.grad is not None for w in held))
 
@@ -419,21 +416,6 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
         module.register_forward_pre_hook(functools.partial(call, reduce), with_kwargs=True)
     optimizer.clear_backward_seen_flag, optimizer.independent_gradient_partition_epilogue = begin, close
     return end
-
-
-class _AfterBackward(torch.autograd.Function):
-    """The identity. Calls a function when the gradients of all its tensors are there."""
-
-    @staticmethod
-    def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ended = ended
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.ended()
-        return (None, *gradients)
 
 
 @torch.no_grad()

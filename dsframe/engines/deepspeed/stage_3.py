@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from dsframe.engines.deepspeed.imports import (
     DeepSpeedZeroLeafModuleConfig,
     apply_zero_leaf_module_config,
-    z3_leaf_module,
 )
 from dsframe.errors import EngineError
 from dsframe.model.gathered import LIBRARIES, Shards
-from dsframe.values import filled, tensors_of
 
 
 class ZeroShards(Shards):
@@ -103,18 +100,3 @@ def prepare_leaf_modules(model: nn.Module, section: Mapping[str, Any]) -> None:
         classes = Counter(type(module).__name__ for module in model.modules() if module is not model)
         known = ", ".join(f"{name} ({count})" for name, count in classes.most_common())
         raise EngineError(f"zero_optimization.leaf_module: this model has no module that it names; it has {known}")
-    for module in filter(z3_leaf_module, model.modules()):
-        module.register_forward_pre_hook(differentiable, with_kwargs=True)
-
-
-def differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes inputs of a block that runs as one unit require gradients. If none does, DeepSpeed's hook after the
-    backward pass runs before it and releases the weights too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
-    tensors = tensors_of((args, kwargs))
-    if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors):
-        return None
-    given = args, kwargs
-    ready = tree_map_only(
-        Tensor, lambda leaf: leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf, given
-    )
-    return filled(given, ready)
