@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_json
-from dsframe.engines import fsdp_scalars, fsdp_units, precision
+from dsframe.engines import fsdp_scalars, fsdp_units, precision, torch_patches
 from dsframe.engines.base import COPIED, INFERENCE, JVP, stays_gathered
 from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.masters import MasterWeights
@@ -72,6 +72,7 @@ class FsdpEngine(ReplicaEngine):
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
+        torch_patches.allow_views()
         self._settings = plan.config.settings.fsdp
         self._calls: NoCalls = NoCalls()
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
@@ -428,7 +429,8 @@ def _own_outputs(module: nn.Module, _: Any, outputs: Any) -> Any:
     output_classes.register(outputs)
     leaves = tensors_of(outputs)
     weights = set(_memory(module.parameters()).values()) if any(leaf.grad_fn is None for leaf in leaves) else ()
-    lent = {leaf for leaf, memory in _memory(leaves).items() if memory in weights or _is_trained_view(leaf)}
+    own = {leaf for leaf in leaves if _is_trained_view(leaf) and not any(leaf._base is other for other in leaves)}
+    lent = {leaf for leaf, memory in _memory(leaves).items() if memory in weights or leaf in own}
     return tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf in lent else leaf, outputs) if lent else None
 
 

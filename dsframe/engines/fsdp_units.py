@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dsframe.engines.lent import Writable, lend, take_back
+from dsframe.engines.lent import Alike, Writable, lend, take_back
 from dsframe.errors import EngineError
 from dsframe.model import switches
 from dsframe.values import filled, tensors_of
@@ -64,9 +64,11 @@ class _Arguments:
             isinstance(one, (Tensor, NoneType)) for one in (*args, *kwargs.values())
         ):
             return args, kwargs  # a compiler cannot trace what follows
-        pairs = zip(tensors_of(given), tensors_of((args, kwargs)), strict=True)
-        lent = {view: lend(own, Writable.apply(view)) for own, view in pairs if own is not view}  # type: ignore[no-untyped-call]
-        return filled(given, tree_map_only(Tensor, lambda leaf: lent.get(leaf, leaf), (args, kwargs)))
+        pairs = list(zip(tensors_of(given), tensors_of((args, kwargs)), strict=True))
+        views = {own: view for own, view in pairs if own is not view}
+        lent = Alike(lambda own: lend(own, Writable.apply(views.get(own, own))), views)  # type: ignore[no-untyped-call]
+        of_views = {view: lent(own) for own, view in pairs if own is not view}
+        return filled(given, tree_map_only(Tensor, lambda leaf: of_views.get(leaf, leaf), (args, kwargs)))
 
 
 def _has_forward(module: nn.Module) -> bool:

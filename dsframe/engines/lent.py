@@ -3,6 +3,7 @@ module writes to one is in the history of the caller's tensor, too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ def lend(own: Tensor, lent: Tensor) -> Tensor:
     if not own.is_inference():  # such have no version
         lent.own, lent.own_version = own, own._version  # type: ignore[attr-defined]
     return lent
+
+
+class Alike:
+    """Other tensors for some, one for each, and views for the views of others: a write to one is in the history of all."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor], tensors: Iterable[Tensor]) -> None:
+        """``make``: returns another tensor in the memory of the given one. ``tensors``: all that are to be replaced."""
+        self._make, self._made, self._all = make, dict[Tensor, Tensor](), set(tensors)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._made:
+            base = tensor._base
+            if base is not None and base in self._all:
+                made = self(base).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            else:
+                made = self._make(tensor)
+            self._made[tensor] = made
+        return self._made[tensor]
 
 
 def take_back(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:

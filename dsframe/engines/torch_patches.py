@@ -6,6 +6,7 @@ fixed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,15 @@ PATCHES = {
     "settle_buckets": "DDP rebuilds its buckets after the first backward pass: a restarted run would round differently",
     "skip_sparse_buffers": "DDP sends the model's buffers at the start, and fails at a sparse one, and at rare dtypes",
     "by_another_name": "DDP refuses torch's own bf16 hook without NCCL, by its name; Gloo adds bf16 up as well",
+    "allow_views": "FSDP warns of outputs that are views; those of other outputs keep their hooks, and dsframe copies the rest",
     "put_linear_back": "DeepSpeed's ZeRO-3 replaces torch.nn.functional.linear, for all that follows in the process",
 }
 """Name -> what goes wrong without it, with torch 2.13."""
+
+
+def allow_views() -> None:
+    """Leaves out FSDP's warning of outputs that are views, for the rest of the process."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
 
 def skip_sparse_buffers(model: nn.Module) -> None:

@@ -231,6 +231,9 @@ class _Unit(nn.Module):
             into.add_(hidden)
         elif into is not None:
             into["hidden"] = hidden
+        if self.what in ("a view", "itself"):
+            hidden = 1.5 * hidden
+            return hidden[:, :4] if self.what == "a view" else hidden, hidden
         if "returns" in self.what:
             return hidden, self.inner.weight.detach()[1:] if "detached" in self.what else self.inner.weight
         return {"hidden": [hidden]} if self.what == "dict" else hidden
@@ -248,6 +251,10 @@ class _OfUnits(nn.Sequential):
             return head(unit.encode(rows))
         if what == "writes":
             return head(unit(rows) + rows)
+        if what in ("a view", "itself"):
+            written, kept = unit(rows)
+            written.mul_(2.0)
+            return head(kept.sin())
         if what == "memory":
             memory = torch.zeros_like(rows)
             unit(rows, memory)

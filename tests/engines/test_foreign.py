@@ -53,8 +53,10 @@ CASES = {
         for what in ("dict", "keywords", "twice", "one call too many", "in place")
     },
     **{
-        f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3", "single")) for what in ("writes", "memory")
+        f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3", "single")) for what in ("writes", "memory", "itself")
     },
+    "a unit: a view": ("Units", {"what": "a view"}, {}, ("zero3",)),
+    "a unit of fsdp: a view": ("Units", {"what": "a view"}, {}, ("fsdp units",)),
     "a unit of fsdp: writes": ("Units", {"what": "writes"}, {}, ("fsdp units",)),
     "a unit of fsdp: memory": (
         "Units", {"what": "memory"}, {"zero3 units": "a tensor that is not in its outputs"}, ("fsdp units",),

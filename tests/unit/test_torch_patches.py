@@ -1,10 +1,14 @@
 """Each patch of torch: the fault is there without it."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe.engines import torch_patches
@@ -51,6 +55,24 @@ def test_skip_sparse_buffers():
         DistributedDataParallel(model)
     torch_patches.skip_sparse_buffers(model)
     DistributedDataParallel(model)(torch.ones(1, 2)).sum().backward()
+
+
+class _Half(nn.Linear):
+    def forward(self, inputs):
+        whole = super().forward(inputs)
+        return whole, whole[:, :1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_allow_views():
+    module = _Half(2, 2)
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.warns(UserWarning, match="returned a view tensor"):
+        module(torch.ones(1, 2))
+    with warnings.catch_warnings(record=True) as said:
+        torch_patches.allow_views()
+        module(torch.ones(1, 2))
+    assert not said
 
 
 def test_put_linear_back(tmp_path):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from dsframe.engines import precision
-from dsframe.engines.lent import lend, take_back
+from dsframe.engines.lent import Alike, lend, take_back
 from dsframe.errors import EngineError
 from dsframe.model import recomputation
 from dsframe.text import Json, table_of
@@ -93,13 +93,14 @@ def fill_lists() -> None:
     _upstream("lists", "runtime.zero.parameter_offload", "apply_to_tensors_only")
 
     def in_place(function: Callable[..., Any], value: Any, warning_msg_fn: Any = None) -> Any:
+        if not isinstance(function, Alike):  # called by a hook, not by itself
+            is_input = cast(Any, function).__self__.__name__ == "PostBackwardFunctionModule"
+            make = (lambda own: lend(own, function(own))) if is_input else function
+            return in_place(Alike(make, tensors_of(value)), value, warning_msg_fn)
         if isinstance(value, list):
             value[:] = [in_place(function, one) for one in value]
             return value
-        made = replace(function, value, warning_msg_fn)
-        if isinstance(value, Tensor) and cast(Any, function).__self__.__name__ == "PostBackwardFunctionModule":
-            lend(value, made)  # an input
-        return made
+        return replace(function, value, warning_msg_fn)
 
     if not getattr(replace, "fills_lists", False):
         in_place.fills_lists = True  # type: ignore[attr-defined]
