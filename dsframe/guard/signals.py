@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from types import TracebackType
 
 import torch
@@ -131,8 +131,7 @@ class StopRequest:
         while True:
             first = self._received
             hurries = first in (signal.SIGTERM, signal.SIGHUP)
-            ready = select.select([read], [], [], GRACE_SECONDS if hurries else None)[0]
-            if not ready:
+            if not wait([read], GRACE_SECONDS if hurries else None):  # not select, which takes descriptors below 1024
                 if self._saving or time.monotonic() - self._saved_at < GRACE_SECONDS:
                     continue
                 _exit_now(first or signal.SIGTERM, f"no step ended within {GRACE_SECONDS:.0f} s of the signal")

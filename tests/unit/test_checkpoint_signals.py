@@ -1,5 +1,6 @@
 """Signals, in a process of their own: the step ends first, a second one does not wait, and nobody waits for ever."""
 
+import os
 import signal
 import time
 
@@ -140,3 +141,20 @@ def test_what_was_there_is_there_again():
         assert request._saving
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_program_with_many_open_files_hears_a_signal():
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    many = [os.dup(1) for _ in range(1024)]
+    try:
+        with StopRequest(None, 0) as request:
+            signal.raise_signal(signal.SIGUSR1)
+            until = time.monotonic() + 10
+            while request._received is None and time.monotonic() < until:
+                time.sleep(0.01)
+        assert request._received == signal.SIGUSR1
+    finally:
+        for one in many:
+            os.close(one)
+        for number, handler in before.items():
+            signal.signal(number, handler)
