@@ -675,6 +675,20 @@ def test_parts_of_a_model_stay_in_fp32(setup, tmp_path):
         assert "router.scale is a part of one" in kept.train(tmp_path, document, 2).stderr
 
 
+@pytest.mark.parametrize("setup", ["zero3 units", "fsdp units"])
+def test_units_that_a_model_does_not_have_are_refused(setup, tmp_path):
+    finished = kept.train(tmp_path, file("scalars", setup), 2)
+    assert finished.returncode == 4
+    assert "this model has no " in finished.stderr
+
+
+@pytest.mark.parametrize("setup", ["zero2", "zero3", "fsdp"])
+def test_a_mask_in_fp32_takes_gradients_in_16_bits(setup, tmp_path):
+    case = ("GradientHook", {"what": "mask"})
+    kept.train(tmp_path, file(case, setup) | {"bf16": {"enabled": True}}, 2).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=5e-3)
+
+
 @pytest.mark.parametrize(
     "case", [("Units", {"what": "first, idle"}), ("Sometimes", {"idle": False})], ids=["never", "now and then"]
 )

@@ -11,7 +11,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -172,6 +172,8 @@ class ZeroEngine(ModelEngine):
         model, self.built = build_model(self, spill=self._spill)
         gradient_hooks.refuse_nonlinear(model, self.built.gradient_hooks, f"DeepSpeed ZeRO-{self._stage}")
         refuse_gradient_hooks(self.plan, self.built.gradient_hooks)
+        if precision.is_short(self._dtype):
+            _call_in_fp32(model, self.built.gradient_hooks)
         if self._stage == 3:
             self._settle_gathering(model)
         if self.plan.batch.sequence_parallel_size > 1:
@@ -541,3 +543,15 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
+
+
+def _call_in_fp32(model: nn.Module, hooks: gradient_hooks.GradientHooks) -> None:
+    """Gives ``hooks``, which torch calls, fp32 gradients where ``model`` has 16-bit ones."""
+    for name in hooks:
+        of_parameter: Any = model.get_parameter(name)._backward_hooks
+        for key, hook in of_parameter.items():
+            of_parameter[key] = partial(_in_fp32, hook)
+
+
+def _in_fp32(hook: Callable[[Tensor], Any], gradient: Tensor) -> Tensor:
+    return gradient_hooks.call([hook], gradient.float()).to(gradient.dtype)
