@@ -379,7 +379,7 @@ def _entries(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         # What torch's modules show is what they compute with; others may show a rank or device.
         is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not list(module.children())
-        yield f"module {name} {type(module).__name__}({module.extra_repr() if is_torchs else ''})"
+        yield f"module {name or '(the model)'} {type(module).__name__}({module.extra_repr() if is_torchs else ''})"
 
 
 def _shape_and_dtype(tensor: Tensor) -> str:
