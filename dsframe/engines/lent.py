@@ -14,7 +14,8 @@ from dsframe.values import tensors_of
 
 def lend(own: Tensor, lent: Tensor) -> Tensor:
     """Returns ``lent``, which a module gets for its caller's ``own``."""
-    lent.own, lent.own_version = own, own._version  # type: ignore[attr-defined]
+    if not own.is_inference():  # those have no history
+        lent.own, lent.own_version = own, own._version  # type: ignore[attr-defined]
     return lent
 
 
