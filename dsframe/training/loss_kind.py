@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -279,19 +279,13 @@ class LossTrial:
             )
         return f"loss changes {names} of the task, which no checkpoint has" if names else ""
 
-    @contextmanager
-    def _weights_kept(self) -> Iterator[None]:
-        watch = self._engine.built.watch
-        with watch.trial() if watch else nullcontext(), watch.inside() if watch else nullcontext():
-            yield
-
     @torch.no_grad()
     def _inspect_again(self, outputs: Any, targets: Any) -> None:
         self.branches.end()
         if not self._is_due:
             return
         kept = restore.Kept(self._engine)
-        with suppress(Exception), self._engine.plan.task.context.evaluation(), self._weights_kept():
+        with suppress(Exception), self._engine.plan.task.context.evaluation():
             task = restore.twin(self._engine.plan.task)
             self._votes[halves.kind_of(task, outputs, targets).partition(",")[0]] += 1
         kept.put_back()
@@ -304,7 +298,7 @@ class LossTrial:
             return  # the test would consume it
         task = self._engine.plan.task
         kept, copied = restore.Kept(self._engine), restore.twin(task)
-        with task.context.evaluation(), self._weights_kept():
+        with task.context.evaluation():
             try:
                 again = []
                 for _ in range(2):

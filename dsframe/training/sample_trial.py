@@ -329,9 +329,9 @@ class Losses:
         held, copied, watch = restore.HeldBuffers(self._engine), restore.twin(self._task), self._engine.built.watch
         with watch.inside() if watch else nullcontext():
             self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
-        if self._of_halves:
-            self._of_halves = False
-            with suppress(Exception):  # as a loss for batches of one size
-                self.kind = halves.kind_of(copied, outputs, targets)
+            if self._of_halves:
+                self._of_halves = False
+                with suppress(Exception):  # as a loss for batches of one size
+                    self.kind = halves.kind_of(copied, outputs, targets)
         held.put_back()
         return {}
