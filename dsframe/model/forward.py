@@ -53,11 +53,11 @@ def loss_of(
     """Returns the task's loss of a micro-batch times its weight, a scalar; 0 if the weight is 0. Adds the other values
     that the task returns to ``terms``. ``reaches``: backward passes have to reach the model on every rank, even if the
     loss does not depend on outputs, as for a skipped batch. Raises TaskError if the result is not a loss."""
-    with _watched(watch):
-        if batch.inspect:
+    if batch.inspect:
+        with nullcontext() if watch is None else watch.trial(), _watched(watch):
             batch.inspect(outputs, batch.targets)
-        with batch.draws.of_loss() if batch.draws else nullcontext(), elsewhere(watch):
-            loss = _weighted_loss(task, outputs, batch, terms, reaches)
+    with _watched(watch), batch.draws.of_loss() if batch.draws else nullcontext(), elsewhere(watch):
+        loss = _weighted_loss(task, outputs, batch, terms, reaches)
     if watch is not None:
         watch.computed(loss)
     return loss

@@ -45,8 +45,11 @@ _WHOLE_STEPS = (
     "rank (ddp, horovod, or ZeRO 0 to 2)"
 )
 
-_WATCH = (__file__, str(Path(__file__).with_name("weight_watch.py")))
-"""The watch's own files, which are on the stack between torch and its caller."""
+_WATCH = (
+    __file__,
+    *(str(Path(__file__).parents[1] / file) for file in ("model/weight_watch.py", "training/halves.py")),
+)
+"""Files with modes of torch's, which are on the stack between torch and its caller."""
 
 
 class CallWatch(TorchFunctionMode):

@@ -116,15 +116,14 @@ class WeightWatch(CallWatch):
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Encloses an evaluation before the first step. Restores the weights that it writes to."""
-        self._watching, self._replaced = True, {}
+        """Encloses calls of dsframe's own, which :meth:`inside` watches. Restores the weights that they write to."""
+        watching, self._watching, self._replaced = self._watching, True, {}
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, content in self._replaced.items():
-                    self._parameters[name].copy_(content)
-            self._watching, self._replaced = False, None
+            for name, content in self._replaced.items():
+                self._parameters[name].data.copy_(content)  # a backward pass may need the tensor
+            self._watching, self._replaced = watching, None
 
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:

@@ -252,9 +252,9 @@ class ModuleState:
         kept = generators.capture(device)
         losses = sample_trial.Losses(engine)
         contents: list[dict[str, Tensor]] = []
-        # Some values matter only in training. A forward pass that writes to weights runs in evaluation mode.
+        # Some values matter only in training.
         models = list(watch.model.children()) if engine.built.losses else [watch.model]
-        mode = sample_trial.training_mode(models, watch) if in_training and not watch.has_writes else nullcontext()
+        mode = sample_trial.training_mode(models, watch) if in_training else nullcontext()
         left: Values | None = None
         changed: list[set[str]] = []
         try:

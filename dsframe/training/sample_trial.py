@@ -106,8 +106,7 @@ def refuse_other_numbers(engine: Engine, loader: Loader, batch: Batch, *, buffer
     given = batch if isinstance(loader.source, StreamSource) else None
     # At most as many rows as a training step, which has shown that they fit into memory; or two, if they make a batch.
     for size in (_SAMPLES,) if plan.batch.micro_batch_size >= _SAMPLES else (2, 1):
-        training = not watch.has_writes
-        trial = _Trial(engine, loader, [*range(size)], training=training, again=True, given=given)
+        trial = _Trial(engine, loader, [*range(size)], training=True, again=True, given=given)
         losses, _ = trial.take()
         if losses is not None:
             break
@@ -246,13 +245,13 @@ class _Trial:
 
 @contextmanager
 def training_mode(models: list[nn.Module], watch: WeightWatch) -> Iterator[None]:
-    """Sets ``models`` to training mode whenever they are called inside the context."""
+    """Sets ``models`` to training mode whenever they are called inside the context, unless they write to weights then."""
 
     def train(model: nn.Module, _: Any) -> None:
         with watch.aside():  # loralib, for example, merges weights in eval() and separates them here
             model.train()
 
-    hooks = [model.register_forward_pre_hook(train, prepend=True) for model in models]
+    hooks = [model.register_forward_pre_hook(train, prepend=True) for model in models if not watch.has_writes]
     try:
         yield
     finally:
@@ -327,11 +326,12 @@ class Losses:
             task.eval_gradients = asked
 
     def _measure(self, outputs: Any, targets: Any) -> Sums:
-        held, copied = restore.HeldBuffers(self._engine), restore.twin(self._task)
-        self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
-        if self._of_halves:
-            self._of_halves = False
-            with suppress(Exception):  # as a loss for batches of one size
-                self.kind = halves.kind_of(copied, outputs, targets)
+        held, copied, watch = restore.HeldBuffers(self._engine), restore.twin(self._task), self._engine.built.watch
+        with watch.inside() if watch else nullcontext():
+            self.of.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+            if self._of_halves:
+                self._of_halves = False
+                with suppress(Exception):  # as a loss for batches of one size
+                    self.kind = halves.kind_of(copied, outputs, targets)
         held.put_back()
         return {}

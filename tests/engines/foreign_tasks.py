@@ -46,9 +46,12 @@ def _eleven(task):
 class Words(Rows):
     """Four words, three classes."""
 
+    words = 20
+
     def train_data(self):
         draw = torch.Generator().manual_seed(1)
-        return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
+        found = torch.randint(0, self.words, (48, 4), generator=draw)
+        return TensorDataset(found, torch.randint(0, 3, (48,), generator=draw))
 
 
 class Two(Rows):
@@ -121,7 +124,7 @@ class WrittenInside(Rows):
 
     def loss(self, outputs, targets):
         with dsframe.gathered(self.net) as net, torch.no_grad():
-            net[0].weight.clamp_(-0.1, 0.1)
+            net[0].weight.mul_(0.9)
         return super().loss(outputs, targets)
 
 
@@ -332,11 +335,11 @@ class _Looked(nn.Embedding):
 class MaxNorm(Words):
     """Writes to the rows that are looked up: a layer, or a function."""
 
-    def __init__(self, *, function=False):
-        self.function = function
+    def __init__(self, *, function=False, words=20):
+        self.function, self.words = function, words
 
     def model(self):
-        table = _Looked(20, 8) if self.function else nn.Embedding(20, 8, max_norm=1.0)
+        table = _Looked(20, 8) if self.function else nn.Embedding(self.words, 8, max_norm=1.0)
         return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
@@ -1325,6 +1328,19 @@ class _Running(nn.Module):
         if self.training:
             self.scale = 0.7 * self.scale + 0.3 * hidden.detach().abs().mean(0)
         return inputs + torch.tanh(hidden / self.scale)
+
+
+class _Normed(nn.Sequential):
+    def forward(self, input):  # torch's name
+        return input + super().forward(input)
+
+
+class Spectral(Rows):
+    """Hooks make weights before DeepSpeed's gather what they are made of."""
+
+    def model(self):
+        blocks = (_Normed(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(2))
+        return nn.Sequential(*blocks, nn.Linear(8, 3))
 
 
 class Buffers(Rows):

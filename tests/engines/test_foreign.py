@@ -25,6 +25,7 @@ SETUPS = {
     "fsdp": (2, {"dsframe": {"engine": "fsdp"}}),
     "zero2": (2, {"zero_optimization": {"stage": 2}}),
     "zero3": (2, {"zero_optimization": ZERO_3}),
+    "zero3 persistent": (2, {"zero_optimization": {"stage": 3}}),
     "zero3 units": (2, {"zero_optimization": {**ZERO_3, "leaf_module": {"classes": ["_Unit"]}}}),
     "fsdp units": (2, {"dsframe": {"engine": "fsdp", "fsdp": {"wrap": ["_Unit"]}}}),
     "stages": (2, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}),
@@ -40,7 +41,7 @@ CASES = {
     "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ), ("zero2",)),
     "a layer of two names": ("TwoNames", {}, {}, ("fsdp", "zero3")),
     "gathered weights in the loss": ("Gathered", {}, {}, ("single", "fsdp", "zero3")),
-    "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy"), ()),
+    "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy"), ("ddp",)),
     "gathered weights called": ("CalledInside", {}, dict.fromkeys(SHARDED, "is called inside of dsframe.gathered()"), ()),
     "clamped after a step": ("After", {"what": "clamp"}, {}, ENGINES),
     "norms after a step": ("After", {"what": "norms"}, {}, ("ddp", "fsdp", "zero2", "zero3")),
@@ -85,6 +86,7 @@ CASES = {
     ),
     "a limit of sums of rows": ("Limits", {"of": "bag"}, {}, ENGINES),
     "a limit of a user's class": ("Limits", {"of": "class"}, {}, ENGINES),
+    "weights that hooks make": ("Spectral", {}, {}, ("zero3 persistent",)),
     "a buffer that is replaced": ("Averaging", {}, {}, ("single",)),
     "features that hooks keep": ("Features", {}, {}, ENGINES),
     "scalars": ("Scaled", {}, {}, ("zero2", "zero3", "ddp", "fsdp", "stages", "stages of ZeRO-1")),
@@ -720,6 +722,11 @@ def test_it_goes_on_elsewhere(case, setups, tmp_path):
 def test_a_unit_with_a_limit_is_named_by_the_class_that_the_model_names(tmp_path):
     found = curve(tmp_path, "max_norm", "fsdp", fsdp={"wrap": ["Embedding"]})
     assert found == pytest.approx(by_hand("max_norm"), rel=1e-6)
+
+
+def test_no_look_shortens_rows_that_are_used_later(tmp_path):
+    case = ("MaxNorm", {"words": 100})
+    assert curve(tmp_path, case, "single") == pytest.approx(by_hand(case), rel=1e-6)
 
 
 @pytest.mark.parametrize("setup", ["single", "zero3"])

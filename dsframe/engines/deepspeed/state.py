@@ -328,7 +328,6 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_out(index)
-    _gather_kept(optimizer)
     frozen: Any
     for name, frozen in saved_parameters(model):
         if id(frozen) in names:
