@@ -63,6 +63,8 @@ class FsdpEngine(ReplicaEngine):
         "their place: keep it in the module",
         "mixed torch.Tensor and DTensor": "a part of a block is called while the block itself does not run, so that {} has not "
         "gathered its weights: write whole_weights = True in the task",
+        "is a view and is being modified inplace": "a block writes to its input, and {}, compiled, gives it a view: write "
+        "x = x * 2 in the place of x.mul_(2)",
         "storage of size 0": "the loss depends on a tensor that has left its block by another way than outputs and attributes (in "
         "a global, the task, another object), so that {} does not gather the block's weights for it: return it, or keep it in an "
         "attribute of the block",

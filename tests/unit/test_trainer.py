@@ -385,8 +385,10 @@ def test_a_checkpoint_has_what_is_known_of_its_step(tmp_path):
     assert len(curve(tmp_path, "evaluation")) == 3
 
 
-def test_the_rate_is_of_the_steps_after_the_first_without_pauses():
+def test_the_rate_is_of_the_steps_after_the_first_without_pauses(monkeypatch):
     """Ten steps of eight tokens in five of nine seconds."""
+    monkeypatch.setattr("dsframe.trainer.all_gather_json", lambda *_: [0])
+    monkeypatch.setattr("dsframe.trainer.peak_memory_bytes", lambda _: 0)
     loop = MagicMock()
     loop.engine.plan.batch.train_batch_size, loop.engine.plan.task.units_per_sample = 4, 2
     loop.training.first_step, loop.training.last_step, loop.training.paused_seconds = 3, 13, 3.0
