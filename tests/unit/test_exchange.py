@@ -4,9 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from dsframe.cluster import exchange
-from dsframe.errors import WorldError
+from dsframe.errors import TaskError, WorldError
+from dsframe.model.build import assert_same_model
 from tests.threads import Room
 
 
@@ -18,6 +20,18 @@ def of_each(call, values):
 @pytest.mark.parametrize("texts", [["", ""], ["", "é€𝄞" * 50, "x" * 4001], ["\x00\xff", "abcd"]])
 def test_all_ranks_hear_all(texts):
     assert of_each(exchange.all_gather_text, texts) == [texts] * len(texts)
+
+
+def test_a_model_of_another_class_is_named():
+    def call(ranks, model):
+        ranks.plan.task = None
+        with pytest.raises(
+            TaskError,
+            match=r"first difference: module \(the model\) Sequential\(\) on rank 0; module \(the model\) Mod",
+        ):
+            assert_same_model(ranks, model)
+
+    of_each(call, [nn.Sequential(nn.Linear(1, 1)), nn.ModuleList([nn.Linear(1, 1)])])
 
 
 def test_ranks_that_are_elsewhere_are_no_lengths():
