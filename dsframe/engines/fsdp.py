@@ -8,7 +8,7 @@ replica engines; only where tensors are stored differs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils._pytree import tree_map_only
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_json
-from dsframe.engines import fsdp_scalars, fsdp_units, precision, torch_patches
+from dsframe.engines import fsdp_outputs, fsdp_scalars, fsdp_units, precision, torch_patches
 from dsframe.engines.base import COPIED, INFERENCE, JVP, stays_gathered
 from dsframe.engines.call_order import CallOrder, NoCalls
+from dsframe.engines.escapes import Escapes
 from dsframe.engines.masters import MasterWeights
 from dsframe.engines.precision import gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
@@ -41,7 +41,7 @@ from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, full_precision
 from dsframe.tasks.task import Sums
-from dsframe.values import elements, tensors_of
+from dsframe.values import elements
 
 _COMPUTED_IN = "_dsframe_computed_in"
 """Attribute of a shard with the dtype of the gathered weight."""
@@ -63,8 +63,8 @@ class FsdpEngine(ReplicaEngine):
         "their place: keep it in the module",
         "mixed torch.Tensor and DTensor": "a part of a block is called while the block itself does not run, so that {} has not "
         "gathered its weights: write whole_weights = True in the task",
-        "is a view and is being modified inplace": "a block writes to its input, and {}, compiled, gives it a view: write "
-        "x = x * 2 in the place of x.mul_(2)",
+        "Output 0 of AsStrided is a view and is being modified inplace": "a block writes to its input, and {}, compiled, gives "
+        "it a view: write x = x * 2 in the place of x.mul_(2)",
         "storage of size 0": "the loss depends on a tensor that has left its block by another way than outputs and attributes (in "
         "a global, the task, another object), so that {} does not gather the block's weights for it: return it, or keep it in an "
         "attribute of the block",
@@ -122,7 +122,9 @@ class FsdpEngine(ReplicaEngine):
         }
         self._ran: set[nn.Module] = set()
         for module in {*units, model}:
-            module.register_forward_hook(_own_outputs)
+            module.register_forward_hook(fsdp_outputs.copy_weights)
+            if not self.gathers_steps:
+                module.register_forward_hook(fsdp_outputs.hook_views, with_kwargs=True)
         take = output_classes.show([*units, model])
         keep = fsdp_units.keep_arguments(units)
         for unit in units:
@@ -137,6 +139,14 @@ class FsdpEngine(ReplicaEngine):
                 self._spill.evict()
         if model not in units:
             fully_shard(model, **options, mp_policy=policies[0])
+        watched = () if self.plan.config.settings.model.compile else units  # a hook on a compiled module is traced
+        names = {name: module for name, module in model.named_modules() if module in watched}
+        self._escapes = Escapes(
+            self,
+            names,
+            fsdp_outputs.gathered_weights,
+            lambda unit: cast(Any, unit)._get_fsdp_state()._pre_backward(None),
+        )
         take()
         keep()
         for name, parameter in model.named_parameters():
@@ -228,6 +238,7 @@ class FsdpEngine(ReplicaEngine):
 
     def _touch_unused(self, loss: Tensor) -> Tensor:
         self._calls.backward(loss)
+        self._escapes.gather(loss)
         return loss
 
     def _synchronize(self) -> None:
@@ -423,27 +434,6 @@ def _add_missing_sums(unit: FSDPModule) -> None:
             )
             if trained and one.unsharded_accumulated_grad is None and one._unsharded_param.grad is None:
                 one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)
-
-
-def _own_outputs(module: nn.Module, _: Any, outputs: Any) -> Any:
-    """Copies outputs that are weights, whose memory FSDP frees, or views. If a caller writes to a view (``h += x``), torch
-    gives it a new autograd history, which loses FSDP's hook (2.13, ``_fsdp_state.py``)."""
-    output_classes.register(outputs)
-    leaves = tensors_of(outputs)
-    weights = set(_memory(module.parameters()).values()) if any(leaf.grad_fn is None for leaf in leaves) else ()
-    own = {leaf for leaf in leaves if _is_trained_view(leaf) and not any(leaf._base is other for other in leaves)}
-    lent = {leaf for leaf, memory in _memory(leaves).items() if memory in weights or leaf in own}
-    return tree_map_only(Tensor, lambda leaf: leaf.clone() if leaf in lent else leaf, outputs) if lent else None
-
-
-def _memory(tensors: Iterable[Tensor]) -> dict[Tensor, int]:
-    """Returns where the memory of dense tensors begins, without sharded ones."""
-    dense = (one for one in tensors if one.layout == torch.strided and not isinstance(one, DTensor))
-    return {one: one.untyped_storage().data_ptr() for one in dense}
-
-
-def _is_trained_view(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor._base is not None
 
 
 def _full(piece: DTensor) -> Tensor:

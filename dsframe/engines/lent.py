@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_map_only
 
 from dsframe.values import tensors_of
 
@@ -38,13 +39,37 @@ class Alike:
         return self._made[tensor]
 
 
-def take_back(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
-    """A forward hook: gives the caller's tensors that the module has written to the history of the lent ones."""
-    for lent in tensors_of((args, kwargs)) if torch.is_grad_enabled() else ():
+def take_back(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """A forward hook: gives the caller's tensors that the module has written to the history of the lent ones, and
+    returns the outputs with the caller's own tensors, or views of them, in the place of lent ones."""
+    if not torch.is_grad_enabled():
+        return None
+    owners = dict[Tensor, Tensor]()
+    lent: Any
+    for lent in tensors_of((args, kwargs)):
         own: Tensor | None = getattr(lent, "own", None)
-        if own is not None and lent._version != lent.own_version:  # type: ignore[attr-defined]
+        if own is None:
+            continue
+        owners[lent] = own
+        if lent._version != lent.own_version:
             with _unsafe_preserve_version_counter(own):  # the numbers are the same
                 own.copy_(lent)
+
+    if owners.keys().isdisjoint(part for output in tensors_of(outputs) for part in (output, output._base)):
+        return None
+
+    def owned(output: Any) -> Any:
+        base = output._base
+        return output._view_func(owners[base]) if base in owners else owners.get(output, output)
+
+    return tree_map_only(Tensor, owned, outputs)
+
+
+def root_of(output: Tensor) -> Tensor:
+    """Returns the tensor whose hook sees the gradient of ``output``, also after a write to one of its views: such a write
+    gives views, but not the tensor that they are views of, another history (torch 2.13, ``CopySlices``)."""
+    base = output._base
+    return base if base is not None and base.grad_fn is not None else output
 
 
 class Writable(torch.autograd.Function):

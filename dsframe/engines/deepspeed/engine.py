@@ -27,12 +27,12 @@ from dsframe.engines import after_step, optimizer_watch, precision, torch_patche
 from dsframe.engines.base import COPIED, INFERENCE, JVP, TWICE, ModelEngine, stays_gathered, without_gradients
 from dsframe.engines.call_order import CallOrder, NoCalls
 from dsframe.engines.deepspeed import jit, patches, state, versions
-from dsframe.engines.deepspeed.forward_hooks import noting_users_hooks
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.initialize_config import initialize_config
 from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_compiled, refuse_empty, refuse_gradient_hooks
 from dsframe.engines.deepspeed.stage_3 import SHARDS, InTurn, copy_shard, prepare_leaf_modules
 from dsframe.engines.deepspeed.swap import SwapFolders
+from dsframe.engines.escapes import Escapes
 from dsframe.engines.state_replica import ParameterView
 from dsframe.engines.unused import Unused
 from dsframe.errors import EngineError
@@ -117,10 +117,14 @@ class ZeroEngine(ModelEngine):
                 )
             self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             seen = self._stage == 3 and not plan.config.settings.model.compile
+            finish = patches.keep_writes(module if self._stage == 3 else nn.Module())
             take = output_classes.show(module.modules() if seen else ())
             with patches.scalars_sent():
                 self._initialize(module)
+            units = self._units(module) if seen and not self.gathers_steps else {}
+            self._escapes = Escapes(self, units, _weights, lambda unit: SHARDS.gradients(_weights(unit), []))
             take()
+            finish(self._engine)
         if not plan.frozen:
             self._prepare_steps(module)
         calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
@@ -149,19 +153,20 @@ class ZeroEngine(ModelEngine):
         """Returns the call order of all modules that gather weights; None if the model is compiled."""
         if self.plan.config.settings.model.compile is True:
             return None
-        modules, parameters = {}, {}
-        inside: set[nn.Module] = set()
-        for name, module in model.named_modules():
-            weights = [*module.parameters(recurse=False)]
-            if module in inside or not (weights or z3_leaf_module(module)):
-                continue
-            modules[name] = module
-            if z3_leaf_module(module):  # gathered as one unit; missing gradients in it are zeros
-                inside.update(module.modules())
-            else:
+        parameters = dict[str, nn.Parameter]()
+        for name, module in (units := self._units(model)).items():
+            if not z3_leaf_module(module):  # gathered as one unit; missing gradients in it are zeros
                 named = module.named_parameters(name, recurse=False)
                 parameters.update({full: parameter for full, parameter in named if parameter.requires_grad})
-        return CallOrder(self, model, modules, parameters)
+        return CallOrder(self, model, units, parameters)
+
+    def _units(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Returns the modules that gather weights at stage 3, by name."""
+        inside = {
+            part for unit in model.modules() if z3_leaf_module(unit) for part in unit.modules() if part is not unit
+        }
+        modules = {name: module for name, module in model.named_modules() if module not in inside}
+        return {name: module for name, module in modules.items() if z3_leaf_module(module) or _weights(module)}
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
         """**Collective.** Returns the module that DeepSpeed trains, and the one with the parameter names of the state."""
@@ -245,15 +250,11 @@ class ZeroEngine(ModelEngine):
             from dsframe.engines.deepspeed import experts
 
             optimizer, parameters = experts.prepared(optimizer, parameters)
-        reorder = noting_users_hooks(module.modules() if self._stage == 3 else ())
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=parameters, config=document, dist_init_required=False
         )
-        reorder(self._engine)
         if self.plan.frozen:
             return
-        if self._stage == 3:
-            patches.keep_writes(module)
         if self.built.groups.options:  # Muon makes its own groups, with a decay, and has no defaults
             optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)
@@ -379,6 +380,7 @@ class ZeroEngine(ModelEngine):
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         self._calls.backward(loss)
+        self._escapes.gather(loss)
         loss.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]
         backward(loss, self._engine.backward, self.built.watch)
         if names := self._end_backward():
@@ -543,6 +545,10 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
+
+
+def _weights(unit: nn.Module) -> list[nn.Parameter]:
+    return [*unit.parameters(recurse=z3_leaf_module(unit))]
 
 
 def _call_in_fp32(model: nn.Module, hooks: gradient_hooks.GradientHooks) -> None:

@@ -16,8 +16,9 @@ import importlib.metadata
 import math
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from dsframe.engines import precision
-from dsframe.engines.lent import Alike, lend, take_back
+from dsframe.engines.lent import Alike, lend, root_of, take_back
 from dsframe.errors import EngineError
 from dsframe.model import recomputation
 from dsframe.text import Json, table_of
@@ -94,9 +95,11 @@ def fill_lists() -> None:
 
     def in_place(function: Callable[..., Any], value: Any, warning_msg_fn: Any = None) -> Any:
         if not isinstance(function, Alike):  # called by a hook, not by itself
-            is_input = cast(Any, function).__self__.__name__ == "PostBackwardFunctionModule"
-            make = (lambda own: lend(own, function(own))) if is_input else function
-            return in_place(Alike(make, tensors_of(value)), value, warning_msg_fn)
+            hook = cast(Any, function).__self__
+            if hook.__name__ == "PreBackwardFunctionForModule":
+                in_place(Alike(functools.partial(gather_before_backward, hook), ()), value, warning_msg_fn)
+                return None
+            return in_place(Alike(lambda own: lend(own, function(own)), tensors_of(value)), value, warning_msg_fn)
         if isinstance(value, list):
             value[:] = [in_place(function, one) for one in value]
             return value
@@ -108,10 +111,34 @@ def fill_lists() -> None:
             module.apply_to_tensors_only = in_place
 
 
-def keep_writes(model: nn.Module) -> None:
-    """Patch "writes": stage 3 calls modules with other tensors in the memory of their inputs, which modules may write to."""
-    for module in model.modules():
-        module.register_forward_hook(take_back, with_kwargs=True)
+def keep_writes(model: nn.Module) -> Callable[[Any], None]:
+    """Patch "writes": stage 3 calls modules with other tensors in the memory of their inputs, which modules may write to.
+
+    Returns a function to be called with DeepSpeed's engine. It moves the hooks that the modules have now, such as a user's,
+    behind those that hook the outputs' gradients, and before those that release the weights, which they may read.
+    """
+    before = [(module, [*module._forward_hooks]) for module in model.modules()]
+
+    def close(engine: Any) -> None:
+        # For a frozen model ``engine.optimizer`` is the offload object itself.
+        offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+        releasing = {handle.id for handle in offload.forward_hooks}
+        for module, keys in before:
+            module.register_forward_hook(take_back, with_kwargs=True)
+            hooks = cast(OrderedDict[int, Any], module._forward_hooks)
+            for key in (*keys, *releasing.intersection(hooks)):
+                hooks.move_to_end(key)
+
+    return close
+
+
+def gather_before_backward(hook: Any, output: Tensor) -> Tensor:
+    """Patch "outputs": the output of a module stays itself. ``hook``: DeepSpeed's function, which would wrap it."""
+    if (root := root_of(output)).grad_fn is not None:
+        call = SimpleNamespace()
+        hook.setup_context(call, (output,), output)
+        root.register_hook(lambda _: call.pre_backward_function(call.module))  # type: ignore[no-untyped-call]
+    return output
 
 
 @contextlib.contextmanager
@@ -400,6 +427,8 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
         for module, held in weights.items():
             # Its inputs have no gradients or no history, or the loss does not depend on one of its calls.
             for weight in held if calls[module] > 0 else ():
+                if weight.shape != weight.ds_shape:
+                    continue  # not gathered: the loss depends on none of its calls, see zero_unused
                 if weight.grad is None:
                     weight.grad = torch.zeros(weight.ds_shape, dtype=weight.dtype, device=weight.device)
                 optimizer.reduce_ready_partitions_and_remove_grads(weight)
