@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dsframe.cluster.exchange import all_gather_json
 from dsframe.engine import Engine
 from dsframe.engines.lent import root_of
+from dsframe.errors import EngineError
 from dsframe.values import tensors_of
 
 
@@ -28,33 +29,68 @@ class Escapes:
         modules: Mapping[str, nn.Module],
         weights: Callable[[nn.Module], Iterable[Tensor]],
         gather: Callable[[nn.Module], Any],
+        *,
+        later: bool = False,
     ) -> None:
         """To be called when the library has added its hooks to ``modules``. ``weights``: a module's, as its forward pass
-        uses them. ``gather``: **collective.**"""
+        uses them. ``gather``: **collective.** ``later``: refuses ways that a later loss is the first to take."""
         self._engine, self._modules, self._weights, self._gather = engine, modules, weights, gather
-        self._handles = [module.register_forward_hook(self._note) for module in modules.values()]
+        self._handles = [module.register_forward_hook(self._note, with_kwargs=True) for module in modules.values()]
+        self._later = later
         self._hooked: dict[nn.Module, set[Any]] = defaultdict(set)
         """Autograd nodes of a module's outputs."""
-        self._found: list[nn.Module] = []
+        self._inputs: dict[Any, list[Any]] = {}
+        """For each of those, the nodes of the module's inputs."""
+        self._found: list[nn.Module] | None = None
 
-    def _note(self, module: nn.Module, _: Any, outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            nodes = (node for leaf in tensors_of(outputs) for node in (leaf.grad_fn, root_of(leaf).grad_fn) if node)
-            self._hooked[module].update(nodes)
+    def _note(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        inputs = [leaf.grad_fn for leaf in tensors_of((args, kwargs)) if leaf.grad_fn is not None]
+        for leaf in tensors_of(outputs):
+            for node in {leaf.grad_fn, root_of(leaf).grad_fn} - {None}:
+                self._hooked[module].add(node)
+                self._inputs[node] = inputs
 
     def gather(self, loss: Any) -> None:
-        """**Collective** for the first loss. To be called before each backward pass."""
-        if self._handles:
+        """**Collective** for the first loss. To be called before each backward pass. Raises EngineError for a later loss."""
+        if self._found is None:
             names = self._names(loss.grad_fn)
             self._found = [
                 self._modules[name] for name in sorted({*names}.union(*all_gather_json(self._engine, names)))
             ]
-            for handle in self._handles:
+            self._owners = {
+                id(weight): name
+                for name, module in self._modules.items()
+                for weight in self._weights(module)
+                if module not in self._found
+            }
+            for handle in self._handles if not self._later else ():
                 handle.remove()
-            self._handles.clear()
-            self._hooked.clear()
-        if self._found:
-            loss.register_hook(lambda _: [self._gather(module) for module in self._found] and None)
+        elif self._later:
+            self._refuse_others(loss.grad_fn)
+        self._hooked.clear()
+        self._inputs.clear()
+        if found := self._found:
+            loss.register_hook(lambda _: [self._gather(module) for module in found] and None)
+
+    def _refuse_others(self, last: Any) -> None:
+        """Raises EngineError if a way leads from ``last`` into a module that is not known, by other nodes than its outputs."""
+        seen, ahead = set[Any](), [last]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            name = self._owners.get(id(getattr(node, "variable", None)))
+            # A module that writes to its inputs is part of their history: ask for the whole graph.
+            if name is not None and name in self._names(last):
+                raise EngineError(
+                    f"{name}: from this step on the loss depends on its weights by a tensor that has left it by another way than "
+                    f"outputs and attributes (in a hook, a global, the task), and {self._engine.description} does not gather them "
+                    "for that: return it, or compute it from the first step on, times 0"
+                )
+            ahead += self._inputs[node] if node in self._inputs else (before for before, _ in node.next_functions)
 
     def _names(self, last: Any) -> list[str]:
         """Returns the names of modules from whose weights a way leads to ``last``, a node, without their outputs."""

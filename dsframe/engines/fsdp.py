@@ -121,10 +121,7 @@ class FsdpEngine(ReplicaEngine):
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
         self._ran: set[nn.Module] = set()
-        for module in {*units, model}:
-            module.register_forward_hook(fsdp_outputs.copy_weights)
-            if not self.gathers_steps:
-                module.register_forward_hook(fsdp_outputs.hook_views, with_kwargs=True)
+        fsdp_outputs.add_hooks({*units, model}, sharded=not self.gathers_steps)
         take = output_classes.show([*units, model])
         keep = fsdp_units.keep_arguments(units)
         for unit in units:
@@ -139,14 +136,7 @@ class FsdpEngine(ReplicaEngine):
                 self._spill.evict()
         if model not in units:
             fully_shard(model, **options, mp_policy=policies[0])
-        watched = () if self.plan.config.settings.model.compile else units  # a hook on a compiled module is traced
-        names = {name: module for name, module in model.named_modules() if module in watched}
-        self._escapes = Escapes(
-            self,
-            names,
-            fsdp_outputs.gathered_weights,
-            lambda unit: cast(Any, unit)._get_fsdp_state()._pre_backward(None),
-        )
+        self._escapes = self._watch_escapes(model, units)
         take()
         keep()
         for name, parameter in model.named_parameters():
@@ -166,6 +156,13 @@ class FsdpEngine(ReplicaEngine):
             # frozen.
             cast(Any, model)._get_fsdp_state()._lazy_init()
         return None
+
+    def _watch_escapes(self, model: nn.Module, units: Sequence[nn.Module]) -> Escapes:
+        compiles = self.plan.config.settings.model.compile  # torch would trace hooks
+        named = {name: module for name, module in model.named_modules() if module in units and not compiles}
+        return Escapes(
+            self, named, fsdp_outputs.gathered_weights, fsdp_outputs.gather, later=True
+        )  # torch crashes there
 
     def _find_units(self, model: nn.Module) -> list[nn.Module]:
         """**Collective.** Returns the modules that are gathered as one unit, innermost first."""

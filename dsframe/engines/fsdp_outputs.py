@@ -16,8 +16,16 @@ from dsframe.model import output_classes
 from dsframe.values import tensors_of
 
 
-def copy_weights(module: nn.Module, _: Any, outputs: Any) -> Any:
-    """A forward hook: copies outputs that are weights, whose memory FSDP frees."""
+def add_hooks(units: Iterable[nn.Module], *, sharded: bool) -> None:
+    """To be called before ``fully_shard``. ``sharded``: FSDP gathers weights unit by unit."""
+    for unit in units:
+        unit.register_forward_hook(_copy_weights)
+        if sharded:
+            unit.register_forward_hook(_hook_views, with_kwargs=True)
+
+
+def _copy_weights(module: nn.Module, _: Any, outputs: Any) -> Any:
+    """Copies outputs that are weights, whose memory FSDP frees."""
     output_classes.register(outputs)
     leaves = tensors_of(outputs)
     weights = set(_memory(module.parameters()).values()) if any(leaf.grad_fn is None for leaf in leaves) else ()
@@ -31,13 +39,12 @@ def _memory(tensors: Iterable[Tensor]) -> dict[Tensor, int]:
     return {one: one.untyped_storage().data_ptr() for one in dense}
 
 
-def hook_views(module: Any, args: Any, kwargs: Any, outputs: Any) -> None:
-    """A forward hook. If a caller writes to an output that is a view (``h += x``), torch gives it a new autograd history, which
+def _hook_views(module: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+    """If a caller writes to an output that is a view (``h += x``), torch gives it a new autograd history, which
     loses FSDP's hook (2.13, ``_fsdp_state.py``): what it is a view of gets that hook, too."""
     leaves, state = tensors_of(outputs), module._get_fsdp_state()
-    if (
-        torch.is_grad_enabled() and state._training_state is not TrainingState.PRE_BACKWARD
-    ):  # recomputed: FSDP adds none
+    recomputes = state._training_state is TrainingState.PRE_BACKWARD  # FSDP adds no hooks then
+    if torch.is_grad_enabled() and not recomputes:
         for root in {root_of(leaf) for leaf in leaves}.difference(leaves, tensors_of((args, kwargs))):
             cast(Any, root).register_hook(state._pre_backward)
 
@@ -46,3 +53,8 @@ def gathered_weights(unit: Any) -> Iterator[Tensor]:
     """Yields a unit's weights, as its forward pass uses them."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:
         yield from (one._unsharded_param for one in group.fsdp_params if hasattr(one, "_unsharded_param"))
+
+
+def gather(unit: Any) -> None:
+    """**Collective.** Gathers a unit's weights in the backward pass, before the gradient of its outputs arrives."""
+    unit._get_fsdp_state()._pre_backward(None)

@@ -229,7 +229,15 @@ class _Unit(nn.Module):
     def forward(self, rows, into=None):
         if self.what == "writes":
             rows.mul_(2.0)
-        hidden = self.encode(rows)
+        hidden = self.encode(rows.clone() if self.what.startswith("g") else rows)
+        if "remembers" in self.what:
+            self.memory = 1.5 * hidden
+            return self.memory[:, :4] if "part" in self.what else self.memory
+        if "gets" in self.what:
+            into.add_(hidden)
+            return rows.sin()
+        if "gives" in self.what:
+            return rows[:, :4] if "part" in self.what else rows, hidden
         if isinstance(into, Tensor):
             into.add_(hidden)
         elif into is not None:
@@ -252,6 +260,21 @@ class _OfUnits(nn.Sequential):
             rows = unit(rows)
         if what == "method":
             return head(unit.encode(rows))
+        if what == "nothing uses it":
+            unit(rows)
+            return head(rows)
+        if "remembers" in what:
+            written = unit(rows)
+            written.mul_(2.0)
+            return head(unit.memory.sin())
+        if "gets" in what:
+            rows = 1.5 * rows
+            return head(unit(rows, rows[:] if "view" in what else rows))
+        if "gives" in what:
+            rows = 1.5 * rows
+            written, hidden = unit(rows)
+            written.mul_(2.0)
+            return head(rows.sin() * hidden)
         if what == "writes":
             return head(unit(rows) + rows)
         if what in ("a view", "itself"):
@@ -278,6 +301,32 @@ class Units(Rows):
 
     def model(self):
         return _OfUnits(nn.Linear(8, 8), _Unit(self.what), nn.Linear(8, 3))
+
+
+class Escaping(Rows):
+    """A hook on a part of the model keeps a penalty on its weights, from the first step on or later."""
+
+    def __init__(self, part, late=False):
+        self.part, self.late, self.hooks = part, late, [_Beginning(self)]
+
+    def model(self):
+        net = _OfUnits(nn.Linear(8, 8), _Unit("plain"), nn.Linear(8, 3))
+        net.get_submodule(self.part).register_forward_hook(self._keep)
+        return net
+
+    def _keep(self, module, inputs, outputs):
+        self.penalty = 0.0 if self.late else sum(weight.square().sum() for weight in module.parameters())
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets) + 0.01 * self.penalty
+
+
+class _Beginning(dsframe.Hooks):
+    def __init__(self, task):
+        self.task = task
+
+    def on_step(self, run):
+        self.task.late = self.task.late and run.step < 2
 
 
 class _Remembering(nn.Module):
@@ -2814,6 +2863,7 @@ class Auxiliary(Rows):
         self.where = where
 
     def model(self):
+        _GATES.clear()
         self.net = Auxiliary.Net()
         return self.net
 

@@ -56,12 +56,24 @@ CASES = {
     **{
         f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3", "single")) for what in ("writes", "memory", "itself")
     },
-    "a unit: a view": ("Units", {"what": "a view"}, {}, ("zero3",)),
-    "a unit of fsdp: a view": ("Units", {"what": "a view"}, {}, ("fsdp units",)),
+    **{
+        f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3",))
+        for what in ("a view", "remembers", "gets a tensor twice", "gets a view", "gives back", "gives back a part")
+    },
+    **{
+        f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units",))
+        for what in ("nothing uses it", "remembers, a part")
+    },
+    **{
+        f"a unit of fsdp: {what}": ("Units", {"what": what}, {}, ("fsdp units",))
+        for what in ("a view", "remembers, a part", "gives back", "gives back a part")
+    },
+    "a penalty in a hook": ("Escaping", {"part": "1.inner"}, {}, ("zero3", "ddp")),
+    "a penalty in a hook of a unit": ("Escaping", {"part": "1"}, {}, ("zero3 units",)),
+    "a penalty in a hook of a unit of fsdp": ("Escaping", {"part": "1"}, {}, ("fsdp units",)),
+    "a penalty that begins later": ("Escaping", {"part": "1", "late": True}, {"fsdp units": "from this step on the loss depends"}, ()),
     "a unit of fsdp: writes": ("Units", {"what": "writes"}, {}, ("fsdp units",)),
-    "a unit of fsdp: memory": (
-        "Units", {"what": "memory"}, {"zero3 units": "a tensor that is not in its outputs"}, ("fsdp units",),
-    ),
+    "a unit of fsdp: memory": ("Units", {"what": "memory"}, {}, ("fsdp units",)),
     **{
         f"a unit: first{what}": ("Units", {"what": f"first{what}"}, {}, ("zero3 units",))
         for what in ("", ", idle", ", in place", ", keeps")
@@ -71,7 +83,7 @@ CASES = {
     "a list that layers add to": ("Filled", {}, {}, ("zero3",)),
     "a list that units add to": ("Filled", {}, {}, ("fsdp",)),
     **{
-        f"a unit: {what}": ("Units", {"what": what}, {"zero3 units": "a tensor that is not in its outputs"}, ("fsdp units",))
+        f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units", "fsdp units"))
         for what in ("adds", "first, adds")
     },
     "a unit: method": ("Units", {"what": "method"}, {"zero3 units": "while it did not run itself", "fsdp units": READ}, ()),
@@ -199,7 +211,7 @@ CASES = {
     "a rank in the loss": ("ByRank", {}, dict.fromkeys(("ddp", "zero3"), "not the same on each rank"), ()),
     "noise of its own": ("Noisy", {}, {}, ("single",)),
     "auxiliary losses in attributes": ("Auxiliary", {}, {}, ("fsdp",)),
-    "auxiliary losses in a global": ("Auxiliary", {"where": "global"}, {"fsdp": "left its block by another way"}, ()),
+    "auxiliary losses in a global": ("Auxiliary", {"where": "global"}, {}, ("zero3", "fsdp")),
     "a part is left out": ("Leaving", {}, {}, ENGINES),
     "the model in the loss": ("Again", {"what": "model"}, {}, ENGINES),
     "collectives in the loss": ("Again", {"what": "communicates"}, {}, ("single", "ddp", "fsdp", "zero2", "zero3")),
@@ -247,10 +259,11 @@ CASES |= {
     f"returning: {kind}": ("Returning", {"kind": kind}, dict.fromkeys(SHARDED, HIDDEN), ("ddp", "zero2"))
     for kind in ("function", "object", "rows")
 } | {f"returning: {kind}": ("Returning", {"kind": kind}, {}, ENGINES) for kind in ("mapping", "distribution")}
-CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": "the model returns a weight"}, ("ddp", "fsdp"))
+CASES["returning: weight"] = ("Returning", {"kind": "weight"}, {"zero3": READ}, ("ddp", "fsdp"))
 LATER = {
     "a hook writes later": 3,
     "forward writes later": 2,
+    "a penalty that begins later": 2,
     "unfrozen": 2,
     "a weight after an evaluation": 3,
 }

@@ -280,6 +280,19 @@ def writes():
     assert rows.grad.tolist() == [[4.0] * 4], NOT_NEEDED  # else 8
 
 
+def outputs():
+    """test_foreign.py trains with modules that keep their output (Units)."""
+    import torch
+
+    class Keeps(torch.nn.Linear):
+        def forward(self, inputs):
+            self.kept = super().forward(inputs)
+            return self.kept
+
+    engine = started(torch.nn.Sequential(Keeps(4, 4)), {"stage": 3})
+    assert engine(torch.ones(1, 4)) is not engine.module[0].kept, NOT_NEEDED
+
+
 def hidden_step():
     """test_groups.py compares the moments of "zero0 bf16"."""
     engine = started(linear_model(), {"stage": 0}, "Adam", bf16={"enabled": True})

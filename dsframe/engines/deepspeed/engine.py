@@ -67,8 +67,6 @@ class ZeroEngine(ModelEngine):
         "The size of tensor a (0) must match": "a block that {} gathers as one unit (activation_checkpointing, compile or "
         "leaf_module) gives the loss a tensor that is not in its outputs, and its weights are not gathered for that: return it",
         "view(): cannot view shape": "a linear layer gets a nested tensor, and {} has no gradient for that: pad the rows",
-        "PreBackwardFunctionForModuleBackward returned an invalid gradient": "the model returns a weight, which {} releases after "
-        "the forward pass: read it in the loss, inside of dsframe.gathered(module)",
     }
 
     def __init__(self, plan: Plan) -> None:
@@ -116,15 +114,7 @@ class ZeroEngine(ModelEngine):
                     "call it in the loss, as an attribute of the task"
                 )
             self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
-            seen = self._stage == 3 and not plan.config.settings.model.compile
-            finish = patches.keep_writes(module if self._stage == 3 else nn.Module())
-            take = output_classes.show(module.modules() if seen else ())
-            with patches.scalars_sent():
-                self._initialize(module)
-            units = self._units(module) if seen and not self.gathers_steps else {}
-            self._escapes = Escapes(self, units, _weights, lambda unit: SHARDS.gradients(_weights(unit), []))
-            take()
-            finish(self._engine)
+            self._initialize_with_hooks(module)
         if not plan.frozen:
             self._prepare_steps(module)
         calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
@@ -133,6 +123,19 @@ class ZeroEngine(ModelEngine):
         self.updates_in_place = self._stage == 0 and self._dtype == torch.float32
         self._updates = 0
         self._average_start: dict[Tensor, Tensor] | None = None
+
+    def _initialize_with_hooks(self, module: nn.Module) -> None:
+        """**Collective.** Starts DeepSpeed's engine, with hooks before and behind its own."""
+        seen = self._stage == 3 and not self.plan.config.settings.model.compile
+        finish = patches.keep_writes(module)
+        take = output_classes.show(module.modules() if seen else ())
+        with patches.scalars_sent():
+            self._initialize(module)
+        units = self._units(module) if seen and not self.gathers_steps else {}
+        self._escapes = Escapes(self, units, _weights, lambda unit: SHARDS.gradients(_weights(unit), []))
+        take()
+        if self._stage == 3:
+            finish(self._engine)
 
     def _prepare_steps(self, module: nn.Module) -> None:
         plan = self.plan

@@ -427,7 +427,7 @@ def reduce_leaf_modules(engine: Any) -> Callable[[], list[str]]:
         for module, held in weights.items():
             # Its inputs have no gradients or no history, or the loss does not depend on one of its calls.
             for weight in held if calls[module] > 0 else ():
-                if weight.shape != weight.ds_shape:
+                if weight.grad is None and weight.shape != weight.ds_shape:
                     continue  # not gathered: the loss depends on none of its calls, see zero_unused
                 if weight.grad is None:
                     weight.grad = torch.zeros(weight.ds_shape, dtype=weight.dtype, device=weight.device)
