@@ -75,10 +75,7 @@ class Buffers:
                 if buffer is None or before is None or torch.equal(buffer, before):
                     continue
                 # Autograd does not see writes to ``data``; it may need the tensor, whose content is now the former one.
-                if buffer.shape == before.shape:
-                    buffer.data.copy_(before)
-                else:
-                    buffer.data = before
+                buffer.data = buffer.data.copy_(before) if buffer.shape == before.shape else before.clone()
 
 
 @contextmanager

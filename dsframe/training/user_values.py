@@ -18,7 +18,7 @@ from dsframe.model import user_spaces, user_state
 from dsframe.model.user_spaces import ABSENT, Space
 from dsframe.model.user_state import generators_of
 from dsframe.tasks.task import Task
-from dsframe.values import CONTAINERS, COUNTERS, FEW, copied, same
+from dsframe.values import CONTAINERS, COUNTERS, FEW, attributes_of, copied, same
 
 _SMALL = 1 << 20
 """In bytes."""
@@ -95,13 +95,15 @@ def attributes(model: nn.Module, *, buffers: bool = False) -> Values:
 
 
 def outside(engine: Engine, *, of_gradients: bool = False) -> Values:
-    """Returns values that the user's model and task code keeps in globals, classes and closures. ``of_gradients``: only
-    those of hooks on gradients."""
+    """Returns values that the user's model and task code keeps in globals, classes and closures, and those of the task's hooks
+    that hold it or a module. ``of_gradients``: only those of hooks on gradients."""
     watch = engine.built.watch
     model = watch.model if watch else nn.Module()
     owners = [] if of_gradients else [engine.plan.task, *model.modules()]
     hooks = [] if of_gradients else user_spaces.hooks_of(None)
     hooks += [hook for of_weight in engine.built.gradient_hooks.values() for hook in of_weight]
+    for hook in () if of_gradients else engine.plan.task.hooks:
+        hooks += [hook] * any(isinstance(value, (Task, nn.Module)) for value in attributes_of(hook).values())
     return Values(user_spaces.outside(owners, hooks), _Plain(model))
 
 

@@ -71,7 +71,7 @@ CASES = {
     "a penalty in a hook": ("Escaping", {"part": "1.inner"}, {}, ("zero3", "ddp")),
     "a penalty in a hook of a unit": ("Escaping", {"part": "1"}, {}, ("zero3 units",)),
     "a penalty in a hook of a unit of fsdp": ("Escaping", {"part": "1"}, {}, ("fsdp units",)),
-    "a penalty that begins later": ("Escaping", {"part": "1", "late": True}, {"fsdp units": "from this step on the loss depends"}, ()),
+    "a penalty that begins later": ("Escaping", {"part": "1", "late": True}, {"fsdp units": "from this step on the loss"}, ()),
     "a unit of fsdp: writes": ("Units", {"what": "writes"}, {}, ("fsdp units",)),
     "a unit of fsdp: memory": ("Units", {"what": "memory"}, {}, ("fsdp units",)),
     **{
@@ -477,6 +477,7 @@ SAID = {
         "in its backward pass (calls of a closure in foreign_tasks.py)",
         {"accumulation": 2},
     ),
+    "a hook that counts": ("Later", {}, ["single"], "a hook changes calls of _Resetting", {}),
     "a teacher that a hook moves": ("HeldTeacher", {"where": "hook"}, ["single"], "a hook changes teacher.0.", {}),
     "random numbers of a model": ("DrawsLater", {"where": "model"}, ["zero3"], RANDOM, {"steps": 6}),
     "random numbers of a loss": ("DrawsLater", {"where": "loss"}, ["ddp"], RANDOM, {"steps": 6}),
