@@ -29,6 +29,7 @@ SETUPS = {
     "zero3 units": (2, {"zero_optimization": {**ZERO_3, "leaf_module": {"classes": ["_Unit"]}}}),
     "fsdp units": (2, {"dsframe": {"engine": "fsdp", "fsdp": {"wrap": ["_Unit"]}}}),
     "stages": (2, {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}),
+    "zero0": (2, {"zero_optimization": {"stage": 0}}),
     "stages of ZeRO-1": (2, {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}}),
 }
 ENGINES = tuple(SETUPS)[:6]
@@ -633,7 +634,7 @@ def curve(folder, case, setup, **more):
 @pytest.mark.parametrize(
     ("case", "ways"),
     [
-        (("TwoTables", {}), [("ddp", {}), ("zero3", {})]),
+        (("TwoTables", {}), [("ddp", {}), ("zero0", {}), ("zero3", {})]),
         (("LossInTraining", {"loss_is": "sum"}), [("single", {"accumulation": 2}), ("fsdp", {})]),
     ],
     ids=["limits in several models", "a loss that a model computes in training"],

@@ -146,7 +146,8 @@ def _stage_0(engine: Any, model: nn.Module) -> tuple[list[ParameterView], list[P
         for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             slots_by_id |= {id(p): (master, None) for p, master in zip(group, masters, strict=True)}
     else:
-        slots_by_id = {id(p): (p, None) for _, p in named if p.requires_grad}
+        # Not by requires_grad: the parameters are frozen while another model trains.
+        slots_by_id = {id(p): (p, None) for group in optimizer.param_groups for p in group["params"]}
     slots = [ParameterView(name, tuple(p.shape), *slots_by_id[id(p)]) for name, p in named if id(p) in slots_by_id]
     return slots, [ParameterView(name, tuple(p.shape), p) for name, p in named if id(p) not in slots_by_id]
 
