@@ -573,7 +573,7 @@ EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     debug_symbols, scalars,
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, leaf, lists, writes, hidden_step, gathers, evaluation,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, leaf, lists, writes, outputs, hidden_step, gathers, evaluation,
     muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_recompute, pipeline_clipping, pipeline_groups, pipeline_evaluation, pipeline_sizes,
     recorded_routers, expert_norm, prologue, models, groups,
