@@ -140,6 +140,12 @@ def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
             f"{task.over_micro_batches} is over a micro-batch, so the training depends on gradient_accumulation_steps"
         )
         depends += (Dependence(text),)
+    if (tied := max_norm.tied(model)) and plan.batch.accumulation_steps > 1:
+        text = (
+            f"{', '.join(tied)}, with a max_norm, is used by other modules too, and each micro-batch shortens the rows that "
+            "it looks up, so the training depends on gradient_accumulation_steps"
+        )
+        depends += (Dependence(text),)
     return depends
 
 

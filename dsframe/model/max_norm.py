@@ -99,6 +99,13 @@ def written(model: nn.Module) -> frozenset[str]:
     return frozenset(f"{name}.weight".removeprefix(".") for name, module in limited.items() if module.shorten)
 
 
+def tied(model: nn.Module) -> list[str]:
+    """Returns those of these names whose weights have other names too. The other modules see rows that a later micro-batch of
+    the step renormalizes."""
+    ids = [id(weight) for _, weight in model.named_parameters(remove_duplicate=False)]
+    return sorted(name for name in written(model) if ids.count(id(model.get_parameter(name))) > 1)
+
+
 def refuse(model: nn.Module) -> None:
     """Raises EngineError if the model has a maximum norm, which ranks of a pipeline cannot share."""
     if any(getattr(module, "max_norm", None) is not None for module in model.modules()):

@@ -478,6 +478,7 @@ SAID = {
         "in its backward pass (calls of a closure in foreign_tasks.py)",
         {"accumulation": 2},
     ),
+    "a tied table with a limit": ("TiedTable", {}, ["ddp"], "with a max_norm, is used by other modules", {"accumulation": 2}),
     "a hook that counts": ("Later", {}, ["single"], "a hook changes calls of _Resetting", {}),
     "a teacher that a hook moves": ("HeldTeacher", {"where": "hook"}, ["single"], "a hook changes teacher.0.", {}),
     "random numbers of a model": ("DrawsLater", {"where": "model"}, ["zero3"], RANDOM, {"steps": 6}),
@@ -544,6 +545,7 @@ SILENT = {
     # name: (task, options, setups, what is not said, what the file adds)
     "rows whose task says it": ("Centred", {"what": "always", "batch_dependent": True}, ["ddp"], ROWS, {}),
     "rows of a stream": ("Streamed", {"what": "nothing"}, ["ddp", "single"], ROWS, {}),
+    "a table with a limit": ("MaxNorm", {}, ["single"], "with a max_norm", {"accumulation": 2}),
     "rows of their own later": ("Pondering", {"loops": True}, ["single", "ddp", "fsdp"], ROWS, {"steps": 5}),
     "rows of a stream later": ("StreamedPondering", {"loops": True}, ["single", "ddp"], ROWS, {"steps": 5}),
     "ranks of a model with collectives": ("Again", {"what": "communicates"}, ["ddp"], "asks for the number of proc", {}),
