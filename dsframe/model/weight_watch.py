@@ -154,7 +154,8 @@ class WeightWatch(CallWatch):
 
     def _count_versions(self) -> None:
         if self._watching:
-            self._counted = [*self._parameters.items(), *(self._others(self._model).items() if self._others else ())]
+            counted = [*self._parameters.items(), *(self._others(self._model).items() if self._others else ())]
+            self._counted = [(name, one) for name, one in counted if not one.is_inference()]
         self._versions = [weight._version for _, weight in self._counted]
 
     def _written_since(self) -> list[str]:

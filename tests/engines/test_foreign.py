@@ -50,6 +50,7 @@ CASES = {
     "an object after a step": ("AfterByObject", {}, {}, ("single",)),
     "parts in threads": ("InThreads", {}, dict.fromkeys(SHARDED, "is called in a thread of its own"), ("ddp",)),
     "in inference mode first": ("Inferred", {}, dict.fromkeys(SHARDED, "write torch.no_grad()"), ("ddp",)),
+    "in inference mode first, with an evaluation": ("Inferred", {}, {"fsdp": "write torch.no_grad()"}, ()),
     **{
         f"a unit: {what}": ("Units", {"what": what}, {}, ("zero3 units",))
         for what in ("dict", "keywords", "twice", "one call too many", "in place")
@@ -355,7 +356,7 @@ def each(setups_of):
 
 @pytest.mark.parametrize(("case", "setup"), each({case: refused for case, (_, _, refused, _) in CASES.items()}))
 def test_it_is_refused_with_the_reason(case, setup, tmp_path):
-    more = {"eval_every_steps": 3} if case == "a weight after an evaluation" else {}
+    more = {"eval_every_steps": 3} if "an evaluation" in case else {}
     train = run if case == "what backward needs is written" else kept.train  # who names it is dsframe.train
     finished = train(tmp_path, file(case, setup, **more), SETUPS[setup][0])
     assert finished.returncode in (4, 5), finished
