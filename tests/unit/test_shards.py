@@ -89,7 +89,7 @@ def test_masters_of_zero_0_are_found_and_rounded_into_the_model(kind):
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(dtype)
     model[1].bias.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = SimpleNamespace()
+    optimizer = SimpleNamespace(param_groups=[{"params": trained}])
     if kind == "flat":
         flat = torch.cat([parameter.detach().flatten() for parameter in trained]).float()
         rounded = flat.to(dtype)
